@@ -13,6 +13,10 @@ Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "
 Row = dict[str, Any]  # one row of a data set: "messages", "answer" and whatever other columns the source has
 
 
+class NonFiniteError(RuntimeError):
+    """Too many optimizer steps in a row had a non-finite loss or gradient."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How completions are drawn. The module owns it: the engine samples with it and the loss scores with its temperature.
@@ -129,6 +133,7 @@ class Sequences:
     returns: Tensor | None = None
     weights: Tensor | None = None  # each token's share of the step's loss, so that loss = sum(weights * x)
     temperature: float = 1.0
+    layout: Any = None  # models.packed.PackedLayout of a micro-batch that is ready to run
 
     @property
     def num_tokens(self) -> int:
@@ -179,6 +184,11 @@ class Sequences:
         }
         return self.replace(**changes)
 
+    def pin_memory(self) -> Sequences:
+        """A copy in page-locked memory, from which a GPU copies without making the host wait."""
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor) and not x.is_cuda}
+        return self.replace(**{name: x.pin_memory() for name, x in tensors.items()})
+
     def select(self, indices: Sequence[int] | Tensor) -> Sequences:
         """The sequences at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.long, device=self.cu_seqlens.device)
@@ -193,6 +203,7 @@ class Sequences:
             input_ids=self.input_ids[tokens],
             action_mask=self.action_mask[tokens],
             cu_seqlens=cu_seqlens,
+            layout=None,
             **{name: x[tokens] for name, x in self.token_fields().items()},
             **{name: x[index] for name, x in self.sequence_fields().items()},
         )
@@ -217,6 +228,7 @@ class Sequences:
             input_ids=torch.cat([part.input_ids for part in parts]),
             action_mask=torch.cat([part.action_mask for part in parts]),
             cu_seqlens=cu_seqlens,
+            layout=None,
             **optional,
         )
 
@@ -282,6 +294,7 @@ class ChatBatch:
     sequences: Sequences | None  # None where the rank has no sample
     rows: list[Row]
     num_dropped: int = 0  # samples whose trained part was cut off entirely
+    trajectories: list[Trajectory] = field(default_factory=list)  # validation samples, by the RolloutCallback
 
 
 @dataclass

@@ -1,0 +1,49 @@
+"""rl2lightning: post-training language models with Lightning.
+
+Public names are imported on first use, so that `import rl2lightning` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "SFT": "algorithms.sft",
+    "GRPO": "algorithms.grpo",
+    "PostTrainingModule": "algorithms.base",
+    "OptimizerConfig": "algorithms.base",
+    "FSDP2TPStrategy": "parallel.strategy",
+    "ChatDataModule": "data.datamodules",
+    "PreferenceDataModule": "data.datamodules",
+    "PromptDataModule": "data.datamodules",
+    "RolloutCallback": "callbacks.rollout",
+    "Samples": "callbacks.samples",
+    "Throughput": "callbacks.throughput",
+    "Preemption": "callbacks.preemption",
+    "HFEngine": "rollout.hf",
+    "RolloutEngine": "rollout.engine",
+    "Environment": "environments.base",
+    "ScriptEnvironment": "environments.script",
+    "Reward": "rewards.base",
+    "FunctionReward": "rewards.base",
+    "SamplingParams": "types",
+    "Sequences": "types",
+    "Trajectory": "types",
+    "Trainer": "cli",
+    "export": "export",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'rl2lightning' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"rl2lightning.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,69 @@
+"""Steps whose loss or gradient is not finite: skipped where they happen, counted, and an end to the run if they persist."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rl2lightning.types import NonFiniteError
+
+
+class NonFiniteGuard:
+    """Skips non-finite optimizer steps without making the host wait for the device.
+
+    A fused optimizer reads `found_inf` inside its kernel, as under a gradient scaler, and leaves weights and state
+    alone. The counts live on the device; the host looks at those of the step before, which has ended by then.
+
+    Args:
+        max_in_a_row: raise after this many skipped steps in a row.
+    """
+
+    def __init__(self, max_in_a_row: int) -> None:
+        if max_in_a_row < 1:
+            raise ValueError(f"max_nonfinite_steps={max_in_a_row} must be at least 1")
+        self.max_in_a_row = max_in_a_row
+        self._counts: Tensor | None = None  # [2] on the device: skipped in all, skipped in a row
+        self._seen: Tensor | None = None  # their copy in host memory
+        self._event: torch.cuda.Event | None = None
+
+    @property
+    def skipped(self) -> Tensor:
+        """Steps skipped so far, on the device."""
+        return torch.zeros(()) if self._counts is None else self._counts[0].clone()
+
+    def before_step(self, optimizer: Optimizer, finite: Tensor | None) -> None:
+        """Tells the optimizer whether to skip; None: a step without gradients, of which nothing is to be said."""
+        if finite is None:
+            optimizer.found_inf = None  # type: ignore[attr-defined]
+            return
+        bad = (~finite).float()
+        if self._counts is None:
+            self._counts = torch.zeros(2, device=bad.device)
+        self._counts = torch.stack([self._counts[0] + bad, (self._counts[1] + 1) * bad])
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = bad  # type: ignore[attr-defined]
+        elif bool(bad):  # an optimizer of the user's own: here the host has to know
+            optimizer.zero_grad(set_to_none=True)
+
+    def after_step(self) -> None:
+        """Raises if the step before this one was the last straw, then notes this one."""
+        if self._seen is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            if self._seen[1] >= self.max_in_a_row:
+                raise NonFiniteError(
+                    f"{int(self._seen[1])} optimizer steps in a row had a non-finite loss or gradient and were skipped; "
+                    "lower model.optimizer.lr, look at the data of the last steps, or raise max_nonfinite_steps"
+                )
+        if self._counts is None:
+            return
+        if self._counts.is_cuda:
+            if self._seen is None:
+                self._seen, self._event = torch.zeros(2).pin_memory(), torch.cuda.Event()
+            self._seen.copy_(self._counts, non_blocking=True)
+            assert self._event is not None
+            self._event.record()
+        else:
+            self._seen = self._counts

@@ -1,0 +1,43 @@
+"""Supervised fine-tuning: the negative log-likelihood of the tokens the data marks as trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from rl2lightning.algorithms.base import LossLevel, PostTrainingModule
+from rl2lightning.functional.losses import nll
+from rl2lightning.types import ChatBatch, Sequences
+
+
+class SFT(PostTrainingModule):
+    """Next-token cross-entropy on the trained tokens of conversations (`data.train_on` says which).
+
+    Args:
+        loss_level: token: every trained token counts alike; sequence: every conversation does.
+        **kwargs: see `PostTrainingModule`.
+    """
+
+    def __init__(self, *args: Any, loss_level: LossLevel = "token", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if loss_level == "constant":
+            raise ValueError("loss_level='constant' has no meaning for SFT: use 'token' or 'sequence'")
+        self.loss_level: LossLevel = loss_level
+        self.val_loss = MeanMetric(sync_on_compute=False)  # what it is given is global already
+
+    def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
+        logps, _ = self.logps(seqs)
+        return nll(logps), {}
+
+    def training_step(self, batch: ChatBatch, batch_idx: int) -> None:
+        self.update(self.strategy.gather_sequences(batch.sequences), self.loss, level=self.loss_level)
+
+    def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:
+        seqs = self.strategy.gather_sequences(batch.sequences)
+        if seqs is None:
+            return
+        loss = self.evaluate(seqs, self.loss, level=self.loss_level)["loss"]
+        self.val_loss.update(loss, weight=int(seqs.action_mask.sum()) if self.loss_level == "token" else len(seqs))
+        self.log("val/loss", self.val_loss, batch_size=1, prog_bar=True)

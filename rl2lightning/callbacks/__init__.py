@@ -1,0 +1,1 @@
+"""Lightning callbacks: rollouts, samples, throughput, preemption."""

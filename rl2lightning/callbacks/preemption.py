@@ -1,0 +1,71 @@
+"""A run that has to stop leaves a checkpoint: on Ctrl-C, on SIGTERM, and after too many non-finite steps."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+
+from rl2lightning.types import NonFiniteError
+
+
+class Preemption(L.Callback):
+    """The first SIGINT or SIGTERM, on whichever process, lets the step end, saves `interrupted.ckpt` and ends the fit.
+
+    A second Ctrl-C stops at once. The command line then exits with 128 + the signal's number.
+
+    Args:
+        enabled: false leaves signals to Lightning.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.received: int = 0  # number of the signal, the same on every process once the fit has ended
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.received = 0
+        if self.enabled:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+        rank_zero_info("\nstopping after this step; press Ctrl-C again to stop at once")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.enabled:
+            return
+        if trainer.world_size > 1:  # host memory: no wait for the device
+            self.received = int(trainer.strategy.max_over_processes(torch.tensor(self.received)))  # type: ignore[attr-defined]
+        if self.received:
+            self._save(trainer, f"signal {signal.Signals(self.received).name}")
+            trainer.should_stop = True
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._restore()
+        if isinstance(exception, NonFiniteError):  # every process raises it at the same step, so all can save
+            self._save(trainer, "non-finite steps")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _save(self, trainer: L.Trainer, why: str) -> None:
+        checkpoint = trainer.checkpoint_callback
+        directory = checkpoint.dirpath if isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath else None
+        path = Path(directory or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints") / "interrupted.ckpt"
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"{why}: checkpoint saved to {path}; go on with --ckpt_path {path}")

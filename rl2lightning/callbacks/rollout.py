@@ -1,0 +1,293 @@
+"""`RolloutCallback`: generates before a rollout's first step, pushes weights after each one, samples at validation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from rl2lightning.callbacks.rollout_metrics import RolloutMetrics
+from rl2lightning.data.chat import load_tokenizer, stop_token_ids
+from rl2lightning.environments.base import Environment
+from rl2lightning.environments.script import ScriptEnvironment
+from rl2lightning.rewards.base import FunctionReward, Reward, RewardTransform
+from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
+from rl2lightning.rollout.hf import HFEngine
+from rl2lightning.rollout.loop import RolloutJob, RolloutLoop
+from rl2lightning.types import ChatBatch, PromptBatch, Sequences, Trajectory
+
+
+class RolloutCallback(L.Callback):
+    """Owns the engine, the environment and the rewards of a run.
+
+    Subclass it to change one of three things: `collect` (how prompts become trajectories), `keep` (which groups are
+    worth learning from) or `push` (when the engine gets new weights).
+
+    Args:
+        engine: what generates; None: the embedded Hugging Face engine.
+        environment: an Environment, or the path of a Python file with `reward_fn` and, for several turns, `interact`.
+        rewards: named, weighted rewards; None: the `reward_fn` of the environment's file. The first one decides
+            accuracy.
+        transform: combines several rewards; None: their weighted sum.
+        max_turns: most turns of the policy in one trajectory.
+        success_threshold: a trajectory counts as correct when its first reward is at least this.
+        push: hand the engine new weights after every optimizer step, or only when it is about to generate.
+        dynamic_sampling: drop groups whose rewards are all equal, which teach nothing, and draw other prompts instead.
+        max_refills: how often to draw again before going on with fewer groups.
+        on_reward_error: a reward that raises or returns no finite number ends the run, counts as 0, or drops the sample.
+        on_environment_error: an environment that raises ends the run, or its own trajectory.
+        apply_chat_template: false: the contents of the messages are concatenated (base models).
+        tool_workers: environment steps and rewards that run at a time.
+        seed: of the sampling, with the prompt, the sample and the turn.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        environment: Environment | str | None = None,
+        rewards: list[Reward] | None = None,
+        transform: RewardTransform | None = None,
+        max_turns: int = 1,
+        success_threshold: float = 1.0,
+        push: Literal["every_step", "before_generation"] = "every_step",
+        dynamic_sampling: bool = False,
+        max_refills: int = 5,
+        on_reward_error: Literal["error", "zero", "drop"] = "error",
+        on_environment_error: Literal["error", "end"] = "end",
+        apply_chat_template: bool = True,
+        tool_workers: int = 32,
+        seed: int = 0,
+    ) -> None:
+        self.engine = HFEngine() if engine is None else engine
+        self.environment = ScriptEnvironment(environment) if isinstance(environment, str) else environment
+        self.rewards = _rewards(rewards, self.environment)
+        self.transform = transform
+        self.max_turns = max_turns
+        self.success_threshold = success_threshold
+        self.push_when = push
+        self.dynamic_sampling = dynamic_sampling
+        self.max_refills = max_refills
+        self.on_reward_error: Literal["error", "zero", "drop"] = on_reward_error
+        self.on_environment_error: Literal["error", "end"] = on_environment_error
+        self.apply_chat_template = apply_chat_template
+        self.tool_workers = tool_workers
+        self.seed = seed
+        self.loop: RolloutLoop | None = None
+        self._evaluation = RolloutMetrics(success_threshold)
+        self._predictions: list[dict[str, Any]] = []
+
+    # ---- the engine's life
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if self.loop is not None:
+            return
+        tokenizer = load_tokenizer(pl_module.tokenizer_path)
+        self.engine.start(
+            EngineSpec(
+                model_path=pl_module.local_model_path(),
+                device=trainer.strategy.root_device,
+                dtype=trainer.strategy.compute_dtype,
+                stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path()),
+            )
+        )
+        self.loop = RolloutLoop(
+            self.engine,
+            tokenizer,
+            environment=self.environment,
+            rewards=self.rewards,
+            transform=self.transform,
+            max_turns=self.max_turns,
+            tool_workers=self.tool_workers,
+            on_reward_error=self.on_reward_error,
+            on_environment_error=self.on_environment_error,
+            apply_chat_template=self.apply_chat_template,
+        )
+
+    def _close(self) -> None:
+        if self.loop is not None:
+            self.loop = None
+            self.engine.shutdown()
+
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._close()  # Lightning runs no teardown hooks after an exception
+
+    # ---- what a subclass may change
+
+    def push(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Hands the engine the policy's weights, unless it has those of this optimizer step; every process takes part."""
+        if self.engine.version != trainer.global_step:
+            self.engine.update_weights(pl_module.policy_weights(), trainer.global_step)
+
+    def collect(
+        self, trainer: L.Trainer, pl_module: Any, rows: list[dict], indices: list[int], metrics: RolloutMetrics
+    ) -> list[Trajectory]:
+        """The trajectories of this process's prompts, samples_per_prompt each."""
+        assert self.loop is not None
+        samples = range(pl_module.samples_per_prompt)
+        jobs = [RolloutJob(row, group_id=i, sample_id=k) for row, i in zip(rows, indices, strict=True) for k in samples]
+        result = self.loop.run(jobs, pl_module.sampling, seed=self.seed)
+        metrics.add(result)
+        return result.trajectories
+
+    def keep(self, group: list[Trajectory]) -> bool:
+        """Whether dynamic sampling keeps a group: whether its rewards differ."""
+        return len({t.reward for t in group}) > 1
+
+    # ---- training
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not isinstance(batch, PromptBatch) or not batch.first_of_rollout:
+            return
+        self._prepare(trainer, pl_module)
+        metrics = RolloutMetrics(self.success_threshold)
+        trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
+        if self.dynamic_sampling:
+            trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
+        self.engine.sleep()
+        batch.trajectories = trajectories
+        if trajectories:
+            batch.rollout = Sequences.from_trajectories(trajectories, temperature=pl_module.sampling.temperature)
+        logged = metrics.reduce(trainer.strategy.gather_objects)
+        self.log("rollout/reward", logged.pop("reward", float("nan")), prog_bar=True, batch_size=1)
+        self.log_dict({f"rollout/{name}": x for name, x in logged.items()}, batch_size=1)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, PromptBatch) and self.push_when == "every_step":
+            self._prepare(trainer, pl_module)
+            self.engine.sleep()
+
+    def _prepare(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.engine.wake()
+        self.push(trainer, pl_module)
+
+    def _refill(
+        self, trainer: L.Trainer, pl_module: Any, batch: PromptBatch, trajectories: list[Trajectory], metrics: RolloutMetrics
+    ) -> list[Trajectory]:
+        """Replaces groups that teach nothing by new prompts; all processes draw together, from one stream."""
+        strategy = trainer.strategy
+        wanted = sum(strategy.gather_objects(len(batch.rows)))  # type: ignore[attr-defined]
+        kept = self._filter(trajectories, metrics)
+        for _ in range(self.max_refills):
+            missing = wanted - sum(strategy.gather_objects(_num_groups(kept)))  # type: ignore[attr-defined]
+            if missing == 0:
+                break
+            rows, indices = trainer.datamodule.draw(missing)  # type: ignore[attr-defined]
+            mine = torch.arange(len(rows)).tensor_split(strategy.data_size)[strategy.data_rank].tolist()  # type: ignore[attr-defined]
+            more = self.collect(trainer, pl_module, [rows[i] for i in mine], [indices[i] for i in mine], metrics)
+            kept += self._filter(more, metrics)
+        found = sum(strategy.gather_objects(_num_groups(kept)))  # type: ignore[attr-defined]
+        if found == 0:
+            rank_zero_info(
+                f"every group of {wanted} prompts and {self.max_refills} refills had equal rewards: nothing is left to "
+                "learn (or nothing can be reached), and the run ends here"
+            )
+            trainer.should_stop = True
+        elif found < wanted:
+            rank_zero_warn(f"dynamic sampling found {found} of {wanted} groups in {self.max_refills} refills")
+        return kept
+
+    def _filter(self, trajectories: list[Trajectory], metrics: RolloutMetrics) -> list[Trajectory]:
+        groups: dict[int, list[Trajectory]] = {}
+        for t in trajectories:
+            groups.setdefault(t.group_id, []).append(t)
+        kept = [group for group in groups.values() if self.keep(group)]
+        metrics.count("filtered_groups", len(groups) - len(kept))
+        return [t for group in kept for t in group]
+
+    # ---- validation, test, prediction: one sample per prompt, by eval_sampling
+
+    def _evaluate(self, trainer: L.Trainer, pl_module: Any, batch: Any) -> None:
+        if not isinstance(batch, (PromptBatch, ChatBatch)):
+            return
+        assert self.loop is not None
+        self._prepare(trainer, pl_module)
+        indices = batch.indices if isinstance(batch, PromptBatch) else list(range(len(batch.rows)))
+        jobs = [RolloutJob(row, group_id=i, sample_id=0) for row, i in zip(batch.rows, indices, strict=True)]
+        result = self.loop.run(jobs, pl_module.eval_sampling, seed=self.seed)
+        self.engine.sleep()
+        batch.trajectories = result.trajectories
+        self._evaluation.add(result)
+
+    def _log_evaluation(self, trainer: L.Trainer, prefix: str) -> None:
+        values = self._evaluation.reduce(trainer.strategy.gather_objects)
+        self._evaluation = RolloutMetrics(self.success_threshold)
+        named = {f"{prefix}/{name}": x for name, x in values.items()}
+        if trainer.sanity_checking:  # Lightning logs nothing then, but this is the score before training
+            for logger in trainer.loggers:
+                logger.log_metrics(named, step=trainer.global_step)
+            return
+        shown = (f"{prefix}/accuracy", f"{prefix}/reward")
+        self.log_dict({name: x for name, x in named.items() if name not in shown}, batch_size=1)
+        self.log_dict({name: named[name] for name in shown if name in named}, prog_bar=True, batch_size=1)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluate(trainer, pl_module, batch)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._log_evaluation(trainer, "val")
+
+    def on_test_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluate(trainer, pl_module, batch)
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._log_evaluation(trainer, "test")
+
+    def on_predict_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluate(trainer, pl_module, batch)
+        self._predictions += [trajectory_record(t) for t in batch.trajectories]
+
+    def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        parts = trainer.strategy.gather_objects(self._predictions)
+        self._predictions = []
+        if trainer.is_global_zero:
+            directory = Path(trainer.log_dir or trainer.default_root_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / "completions.jsonl"
+            with path.open("w") as file:
+                file.writelines(json.dumps(record) + "\n" for part in parts for record in part)
+            rank_zero_info(f"{sum(map(len, parts))} completions written to {path}")
+
+
+def trajectory_record(t: Trajectory) -> dict[str, Any]:
+    """A trajectory as one JSON object: conversation, rewards, and how it ended."""
+    return {
+        "messages": t.messages,
+        "answer": t.row.get("answer"),
+        "reward": t.reward,
+        "scores": t.scores,
+        "num_tokens": t.num_actions,
+        "num_turns": t.num_turns,
+        "truncated": t.truncated,
+        "group_id": t.group_id,
+        "sample_id": t.sample_id,
+        "weight_version": t.weight_version,
+    }
+
+
+def _num_groups(trajectories: list[Trajectory]) -> int:
+    return len({t.group_id for t in trajectories})
+
+
+def _rewards(rewards: list[Any] | None, environment: Environment | None) -> list[Reward]:
+    if rewards is None:
+        return [FunctionReward(environment.reward_fn, name="reward")] if isinstance(environment, ScriptEnvironment) else []
+    return [_named(r) if not isinstance(r, Reward) else r for r in rewards]
+
+
+def _named(function: Callable[..., float]) -> Reward:
+    """A plain function given in Python is a reward under its own name."""
+    return FunctionReward(function, name=function.__name__)

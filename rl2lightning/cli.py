@@ -1,0 +1,183 @@
+"""The command line: LightningCLI's fit, validate, test and predict with our defaults, and export."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_info
+
+from rl2lightning.algorithms.base import PostTrainingModule
+from rl2lightning.callbacks.preemption import Preemption
+from rl2lightning.callbacks.samples import Samples
+from rl2lightning.callbacks.throughput import Throughput
+from rl2lightning.export import export
+from rl2lightning.parallel.strategy import register_strategies
+from rl2lightning.suggest import suggest
+
+register_strategies()
+
+
+class Trainer(L.Trainer):
+    """Lightning's Trainer with this project's defaults.
+
+    Strategy `fsdp2_tp`; CSV and TensorBoard logs besides whatever loggers are given, all in one new directory
+    `<default_root_dir>/version_N`, so that no run overwrites another; metrics logged at every step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        defaults = {"strategy": "fsdp2_tp", "use_distributed_sampler": False, "log_every_n_steps": 1}
+        for name, value in defaults.items():
+            if kwargs.get(name) is None or (name == "strategy" and kwargs[name] == "auto"):
+                kwargs[name] = value
+        logger = kwargs.get("logger")
+        if logger is not False and not kwargs.get("fast_dev_run"):
+            kwargs["default_root_dir"] = str(kwargs.get("default_root_dir") or "runs")
+            kwargs["logger"] = run_loggers(logger, kwargs["default_root_dir"])
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def export(
+        ckpt_path: str, output_dir: str, dtype: Literal["bfloat16", "float32"] = "bfloat16", submodule: str = "policy"
+    ) -> None:
+        """Writes the policy of a checkpoint as a Hugging Face model directory.
+
+        Args:
+            ckpt_path: a *.ckpt directory of a run.
+            output_dir: the directory to make; it must not hold a model yet.
+            dtype: type of the stored weights.
+            submodule: which model of the module to export.
+        """
+        print(f"model written to {export(ckpt_path, output_dir, dtype, submodule)}")
+
+
+def run_loggers(logger: Logger | list[Logger] | bool | None, root: str) -> list[Logger]:
+    """The given loggers, with CSV and TensorBoard first unless they are among them."""
+    given = list(logger) if isinstance(logger, (list, tuple)) else [logger] if isinstance(logger, Logger) else []
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        writable = os.access(root, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"output directory '{root}' cannot be written to; set trainer.default_root_dir to another")
+    version = _next_version(root)
+    ours: list[Logger] = []
+    if not any(isinstance(x, CSVLogger) for x in given):
+        ours.append(CSVLogger(root, name="", version=version, flush_logs_every_n_steps=10))
+    if not any(isinstance(x, TensorBoardLogger) for x in given):
+        ours.append(TensorBoardLogger(root, name="", version=version))
+    return [*ours, *given]
+
+
+def _next_version(root: str) -> str:
+    numbers = [int(p.name[8:]) for p in Path(root).glob("version_*") if p.name[8:].isdigit()]
+    return f"version_{max(numbers, default=-1) + 1}"
+
+
+class SaveResolvedConfig(SaveConfigCallback):
+    """Writes the resolved config into the run's directory as `config.yaml`, and to W&B where that is a logger."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        log_dir = trainer.log_dir  # a broadcast: on every process
+        if not trainer.is_global_zero or log_dir is None:
+            return
+        path = Path(log_dir) / "config.yaml"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.parser.dump(self.config, skip_none=False))
+        rank_zero_info(f"run directory: {log_dir}")
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.config.update({"config": self.config.as_dict()}, allow_val_change=True)
+
+
+class Parser(LightningArgumentParser):
+    """Names the key that was probably meant when one is misspelt."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:  # type: ignore[override]
+        super().error(message + suggest(message, self), ex)
+
+
+class CLI(LightningCLI):
+    """`rl2lightning fit|validate|test|predict|export`; algorithm, data, callbacks and trainer come from the config."""
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(
+            PostTrainingModule,
+            L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            trainer_class=Trainer,
+            parser_class=Parser,
+            save_config_callback=SaveResolvedConfig,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+            **kwargs,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(Throughput, "throughput")
+        parser.add_lightning_class_args(Samples, "samples")
+        parser.add_lightning_class_args(Preemption, "preemption")
+        parser.set_defaults(
+            {
+                "trainer.strategy": "fsdp2_tp",
+                "trainer.use_distributed_sampler": False,
+                "trainer.log_every_n_steps": 1,
+                "trainer.default_root_dir": "runs",
+            }
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "export": set()}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if subcommand != "export":
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser = self.init_parser(**kwargs)  # a checkpoint says all there is to know: no model, data or trainer
+        self._subcommand_method_arguments[subcommand] = parser.add_function_arguments(Trainer.export)
+        return parser
+
+    def _set_seed(self) -> None:
+        if self.subcommand != "export":
+            super()._set_seed()
+
+    def instantiate_classes(self) -> None:
+        if self.subcommand != "export":
+            super().instantiate_classes()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand == "export":
+            config = self.config.export.as_dict()
+            Trainer.export(**{name: config[name] for name in self._subcommand_method_arguments["export"]})
+        else:
+            super()._run_subcommand(subcommand)
+
+    def after_fit(self) -> None:
+        preemption = next(c for c in self.trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
+        if preemption.received:
+            sys.exit(128 + preemption.received)
+        best = self.trainer.checkpoint_callback
+        if isinstance(best, ModelCheckpoint) and best.best_model_path:
+            score = "" if best.best_model_score is None else f" ({best.monitor} {float(best.best_model_score):.4g})"
+            rank_zero_info(f"best checkpoint{score}: {best.best_model_path}")
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line; an error of the user's is one sentence, not a traceback."""
+    try:
+        CLI(args=args)
+    except ValueError as error:
+        if os.environ.get("RL2LIGHTNING_TRACEBACK"):
+            raise
+        sys.exit(f"rl2lightning: error: {error}\n(RL2LIGHTNING_TRACEBACK=1 shows where it was raised)")

@@ -1,0 +1,34 @@
+"""From a checkpoint to a model directory that `AutoModelForCausalLM.from_pretrained` loads; needs no trainer or GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+
+def export(
+    ckpt_path: str, output_dir: str, dtype: Literal["bfloat16", "float32"] = "bfloat16", submodule: str = "policy"
+) -> Path:
+    """Writes the policy of a checkpoint as a Hugging Face model directory.
+
+    Args:
+        ckpt_path: a *.ckpt directory of a run.
+        output_dir: the directory to make; it must not hold a model yet.
+        dtype: type of the stored weights.
+        submodule: which model of the module to export.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from rl2lightning.models.build import load_config, save_pretrained
+    from rl2lightning.parallel.checkpoint import load_full_weights
+
+    output = Path(output_dir)
+    if (output / "config.json").exists():
+        raise ValueError(f"'{output}' holds a model already; set --output_dir to a new directory")
+    state = load_full_weights(Path(ckpt_path), f"{submodule}.lm.")
+    config = load_config(str(Path(ckpt_path) / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(Path(ckpt_path) / "model")
+    stored = getattr(torch, dtype)
+    save_pretrained(config, {name: x.to(stored) for name, x in state.items()}, str(output), tokenizer=tokenizer)
+    return output

@@ -1,0 +1,1 @@
+"""Hugging Face models: building, packed attention, heads."""

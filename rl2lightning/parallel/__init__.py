@@ -1,0 +1,1 @@
+"""Mesh, strategy, sharding and checkpoints."""

@@ -1,0 +1,77 @@
+"""FSDP2 around a model: which blocks are sharded, when gradients are reduced, and how they are clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+) -> None:
+    """Shards each block and then what is left, the root; over a mesh of two axes (replicate, shard) this is HSDP.
+
+    The root is resharded too: a root used under no_grad would otherwise keep its parameters gathered.
+    """
+    kwargs = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward}
+    for block in blocks:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Whether backward passes inside reduce gradients over the mesh; off for all but the last micro-batch of a step."""
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_requires_gradient_sync(enabled, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+@torch.no_grad()
+def reshard(model: nn.Module) -> None:
+    """Frees gathered parameters, so that the next forward gathers the current ones."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Global L2 norm of the gradients, which are scaled down to `max_norm` where it is larger (None: measured only).
+
+    Gradients may live on different meshes; their norms are combined without a host synchronisation.
+    """
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            by_mesh.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
+    if not by_mesh:
+        return torch.zeros(())
+    norms = []
+    for group in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.stack(norms).square().sum().sqrt()
+    if max_norm is not None:
+        for group in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total

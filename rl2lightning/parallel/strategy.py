@@ -1,0 +1,271 @@
+"""`FSDP2TPStrategy`: processes, one device mesh, precision, and the building, saving and loading of sharded models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rl2lightning.models.build import (
+    build_causal_lm,
+    decoder_blocks,
+    init_weights,
+    load_config,
+    load_weights,
+    materialize,
+    resolve_model,
+)
+from rl2lightning.models.policy import Policy
+from rl2lightning.parallel import checkpoint as ckpt
+from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
+from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
+from rl2lightning.types import Sequences
+
+
+class FSDP2Precision(Precision):
+    """`bf16-mixed` as FSDP2 means it: fp32 sharded masters, bf16 compute, fp32 gradient reduction; no autocast."""
+
+    precision = "bf16-mixed"
+
+
+class FSDP2TPStrategy(ModelParallelStrategy):
+    """Shards every model with FSDP2, at any world size and on any device: one code path from a laptop to many nodes.
+
+    Args:
+        replicate: copies of the parameters (HSDP when more than 1).
+        shard: processes that share one copy; "auto" takes all that `replicate` leaves.
+        reshard_after_forward: frees gathered parameters between forward and backward; None: only where they are shared
+            by several processes.
+        activation_checkpointing: "full" recomputes each transformer block in the backward pass, which trades a third
+            more compute for memory that does not grow with depth.
+        process_group_backend: None: gloo on the CPU, NCCL (with gloo for host data) on GPUs.
+        timeout_seconds: how long a collective waits for a missing process before the run ends with an error.
+    """
+
+    def __init__(
+        self,
+        replicate: int = 1,
+        shard: int | Literal["auto"] = "auto",
+        reshard_after_forward: bool | None = None,
+        activation_checkpointing: Literal["none", "full"] = "none",
+        process_group_backend: str | None = None,
+        timeout_seconds: int = 1800,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=True,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        self.replicate, self.shard = replicate, shard
+        self.reshard_after_forward = reshard_after_forward
+        self.activation_checkpointing = activation_checkpointing
+        self.meshes: Meshes  # from setup_environment on
+        self._pending_rng: dict[str, Any] | None = None
+
+    # ---- processes and mesh
+
+    def _get_process_group_backend(self) -> str:
+        default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+        return self._process_group_backend or default
+
+    def setup_environment(self) -> None:
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        shape = mesh_shape(self.world_size, replicate=self.replicate, shard=self.shard)
+        self.meshes = build_meshes(self.root_device.type, shape)
+        self._device_mesh = self.meshes.root
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        if self.root_device.type == "cuda":  # the default group has two backends; NCCL wants to know the device
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this process loads; processes of one replica's context and tensor axes agree."""
+        return self.meshes.data.get_local_rank()
+
+    @property
+    def data_size(self) -> int:
+        return self.meshes.data.size()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    # ---- precision
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, MixedPrecision):
+            plugin = FSDP2Precision() if plugin.precision == "bf16-mixed" else plugin
+        if plugin is not None and plugin.precision not in ("32-true", "bf16-mixed", "bf16-true"):
+            raise ValueError(f"trainer.precision={plugin.precision} is not supported: use 32-true, bf16-mixed or bf16-true")
+        self._precision_plugin = plugin
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision_plugin.precision == "32-true" else torch.bfloat16
+
+    # ---- models
+
+    def build_policy(
+        self, model: str, *, random_init: bool, seed: int = 0, trainable: bool = True, trust_remote_code: bool = False
+    ) -> Policy:
+        """A sharded policy: fp32 masters if trainable, otherwise frozen in the compute type.
+
+        Built on meta, sharded, then each process reads its own slices of the safetensors (or draws random weights).
+        """
+        directory = self._on_one_rank_first(lambda: resolve_model(model, weights=not random_init))
+        config = load_config(directory, trust_remote_code=trust_remote_code)
+        dtype = torch.float32 if trainable and not isinstance(self.precision_plugin, HalfPrecision) else self.compute_dtype
+        lm = build_causal_lm(config, dtype, trust_remote_code=trust_remote_code)
+        lm.requires_grad_(trainable)
+        policy = Policy(lm)
+        blocks = decoder_blocks(lm)
+        if trainable and self.activation_checkpointing == "full":
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        shared = self.meshes.num_shards > 1
+        reshard_after = shared if self.reshard_after_forward is None else self.reshard_after_forward
+        mp_policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        if self.compute_dtype == torch.float32:
+            mp_policy = MixedPrecisionPolicy()
+        apply_fsdp(policy, blocks, self.meshes.parameters, mp_policy=mp_policy, reshard_after_forward=reshard_after)
+        materialize(lm, self.root_device)
+        if random_init:
+            init_weights(lm, config, seed)
+        else:
+            load_weights(lm, directory)
+        # from_config leaves training mode on; a frozen model never needs it
+        return policy.train(trainable)
+
+    def _on_one_rank_first(self, fn: Any) -> Any:
+        """Global rank 0 runs fn before the others do, so that a download happens once."""
+        if self.global_rank == 0:
+            result = fn()
+        self.barrier()
+        return result if self.global_rank == 0 else fn()
+
+    # ---- what `update` needs
+
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> Any:
+        return gradient_sync(model, enabled)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
+        return clip_grad_norm(model.parameters(), max_norm).to(self.root_device)
+
+    @property
+    def gradient_scale(self) -> int:
+        """FSDP averages gradients over the processes that tokens are spread over; the loss is multiplied by that."""
+        return self.meshes.loss.size()
+
+    def sum_over_tokens(self, x: Tensor) -> Tensor:
+        """All-reduced sum over the processes that tokens are spread over."""
+        dist.all_reduce(x, group=self.meshes.loss.get_group())
+        return x
+
+    def max_over_processes(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """One picklable object from each data rank, in rank order, on every rank (host memory, no rank 0 in between)."""
+        if self.data_size == 1:
+            return [x]
+        parts: list[Any] = [None] * self.data_size
+        dist.all_gather_object(parts, x, group=self.meshes.data.get_group())
+        return parts
+
+    def gather_sequences(self, seqs: Sequences | None) -> Sequences | None:
+        """The sequences of all data ranks, in rank order, on every rank; None where no rank has any."""
+        parts = [part for part in self.gather_objects(seqs) if part is not None]
+        return Sequences.concat(parts) if parts else None
+
+    def sum_over_data(self, x: Tensor) -> Tensor:
+        """All-reduced sum over the processes that hold distinct batches."""
+        dist.all_reduce(x, group=self.meshes.data.get_group())
+        return x
+
+    @contextmanager
+    def scoring(self, model: nn.Module) -> Iterator[None]:
+        """Passes without gradients: no dropout, and nothing left gathered that a later step would find stale."""
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            reshard(model)
+            model.train(training)
+
+    # ---- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None and self.lightning_module is not None
+        return ckpt.model_state(self.model, exclude=self.lightning_module.checkpoint_exclude)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        assert self.model is not None
+        return ckpt.optimizer_state(self.model, _unwrap(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise ValueError("save_checkpoint takes no storage_options: a checkpoint is a directory of distributed files")
+        path = Path(self.broadcast(str(filepath)))
+        assert self.lightning_module is not None
+        ckpt.save(checkpoint, path, rank=self.global_rank, barrier=self.barrier, files=self.lightning_module.write_model_files)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        assert self.model is not None and self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = [_unwrap(o) for o in self.optimizers] if fitting else []
+        exclude = self.lightning_module.checkpoint_exclude
+        meta, rng = ckpt.load(path, self.model, optimizers, exclude=exclude, rank=self.global_rank, world=self.world_size)
+        self._pending_rng = rng if fitting else None
+        return meta
+
+    def on_train_start(self) -> None:
+        # the last hook before the first batch: nothing after it draws random numbers on the run's behalf
+        if self._pending_rng is not None:
+            ckpt.restore_rng(self._pending_rng)
+            self._pending_rng = None
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            ckpt.remove(Path(filepath))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if dist.is_initialized() and self.root_device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _unwrap(optimizer: Any) -> Any:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def register_strategies() -> None:
+    """Makes `--trainer.strategy fsdp2_tp` work."""
+    if "fsdp2_tp" not in StrategyRegistry:
+        StrategyRegistry.register("fsdp2_tp", FSDP2TPStrategy, description="FSDP2 with replicas (and TP to come)")
