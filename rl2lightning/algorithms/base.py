@@ -175,6 +175,9 @@ class PostTrainingModule(L.LightningModule):
 
     # ---- forward
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch  # batches stay in host memory, where micro-batches are planned; `ready` moves those
+
     def logps(self, seqs: Sequences, *, model: Policy | None = None, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probs [n] (and entropies) of the actions of a micro-batch, 0 off actions, at the sampling temperature."""
         model = self.policy if model is None else model

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from rl2lightning.algorithms.base import LossLevel, PostTrainingModule
-from rl2lightning.functional.losses import nll
+from rl2lightning.functional.losses import sft_loss
 from rl2lightning.types import ChatBatch, Sequences
 
 
@@ -29,7 +29,7 @@ class SFT(PostTrainingModule):
 
     def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         logps, _ = self.logps(seqs)
-        return nll(logps), {}
+        return sft_loss(logps), {}
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> None:
         self.update(self.strategy.gather_sequences(batch.sequences), self.loss, level=self.loss_level)

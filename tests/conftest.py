@@ -1,0 +1,41 @@
+"""A tiny random Qwen3 on disk, and batches for it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO = Path(__file__).parents[1]
+QUICKSTART_MODEL = REPO / "configs/quickstart/model"
+
+
+def write_model(directory: Path, *, seed: int = 0, **changes) -> Path:
+    """A model directory with random weights and the quickstart's character tokenizer."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    settings = {
+        "vocab_size": 104,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    config = Qwen3Config(**{**settings, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("tiny") / "model"))

@@ -1,0 +1,129 @@
+"""Run under torchrun: one optimizer step per case, on as many processes as there are; rank 0 writes what came out.
+
+Every case is a function of the same global batch; the tests compare the outcomes over world sizes and with a plain
+computation of their own.
+"""
+
+import argparse
+import os
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from rl2lightning import GRPO, SFT
+from rl2lightning.algorithms.base import OptimizerConfig
+from rl2lightning.estimators import KLPenalty
+from rl2lightning.parallel.strategy import FSDP2TPStrategy
+from rl2lightning.types import ChatBatch, PromptBatch, Sequences
+
+
+def batch(lengths: list[int], seed: int = 0) -> Sequences:
+    """Random tokens; the last half of each sequence are actions, with rewards, in groups of two."""
+    g = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(6, 100, (n,), generator=g).tolist() for n in lengths]
+    masks = [[False] * (n - n // 2) + [True] * (n // 2) for n in lengths]
+    rewards = [[0.0] * (n - 1) + [float(torch.rand((), generator=g))] for n in lengths]
+    logps = [(-torch.rand(n, generator=g)).tolist() for n in lengths]
+    logps = [[x * m for x, m in zip(row, mask, strict=True)] for row, mask in zip(logps, masks, strict=True)]
+    groups = [i // 2 for i in range(len(lengths))]
+    return Sequences.from_lists(ids, masks, groups, rewards=rewards, rollout_logps=logps)
+
+
+class Share(L.LightningDataModule):
+    """One global batch a step, of which each data rank gets a contiguous share, possibly empty."""
+
+    def __init__(self, seqs: Sequences, kind: type, steps: int = 1) -> None:
+        super().__init__()
+        self.seqs, self.kind, self.steps = seqs, kind, steps
+
+    def train_dataloader(self):
+        rank, size = self.trainer.strategy.data_rank, self.trainer.strategy.data_size
+        mine = torch.arange(len(self.seqs)).tensor_split(size)[rank]
+        seqs = self.seqs.select(mine) if len(mine) else None
+        batch = ChatBatch(seqs, []) if self.kind is ChatBatch else PromptBatch([], [], rollout=seqs)
+        return torch.utils.data.DataLoader([batch] * self.steps, batch_size=None)
+
+
+class Record(L.Callback):
+    """Full gradients before the first optimizer step and full weights after the last."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 0:
+            self.gradients = {n: p.grad.full_tensor().clone() for n, p in pl_module.policy.lm.named_parameters()}
+
+    def on_train_end(self, trainer, pl_module):
+        self.weights = {n: w.clone() for n, w in pl_module.policy_weights()}
+        self.metrics = {n: x.clone() for n, x in trainer.callback_metrics.items()}
+
+
+def fit(module, seqs: Sequences, kind: type, strategy: FSDP2TPStrategy | None = None, steps: int = 1) -> dict:
+    record = Record()
+    trainer = L.Trainer(
+        strategy=strategy or FSDP2TPStrategy(timeout_seconds=120),
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        max_steps=steps,
+        callbacks=[record],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=Share(seqs, kind, steps))
+    return {"gradients": record.gradients, "weights": record.weights, "metrics": record.metrics}
+
+
+LENGTHS = [9, 4, 17, 6, 12, 4, 30, 8]
+OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0)
+
+
+def sft(model: str, max_tokens: int, level: str = "token", lengths: list[int] = LENGTHS, strategy=None, steps=1) -> dict:
+    module = SFT(model, optimizer=OPTIMIZER, max_tokens_per_device=max_tokens, max_grad_norm=None, loss_level=level)
+    return fit(module, batch(lengths), ChatBatch, strategy, steps)
+
+
+def grpo(model: str, max_tokens: int, level: str, **settings) -> dict:
+    module = GRPO(
+        model,
+        optimizer=OPTIMIZER,
+        max_tokens_per_device=max_tokens,
+        max_grad_norm=None,
+        loss_level=level,
+        loss_length=20,
+        kl=KLPenalty(coef=0.1),
+        samples_per_prompt=2,
+        **settings,
+    )
+    return fit(module, batch(LENGTHS), PromptBatch)
+
+
+CASES = {
+    "sft": lambda model: sft(model, 1000),
+    "sft_small_micro_batches": lambda model: sft(model, 32),
+    "sft_sequence": lambda model: sft(model, 40, "sequence"),
+    "sft_fewer_sequences_than_ranks": lambda model: sft(model, 1000, lengths=[11]),
+    "sft_three_steps": lambda model: sft(model, 64, steps=3),
+    "grpo_token": lambda model: grpo(model, 32, "token"),
+    "grpo_sequence": lambda model: grpo(model, 64, "sequence"),
+    "grpo_constant": lambda model: grpo(model, 1000, "constant"),
+}
+REPLICATED = {"sft_replicated": lambda model: sft(model, 32, strategy=FSDP2TPStrategy(replicate=2, timeout_seconds=120))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    world = torch.distributed.is_torchelastic_launched()
+    results = {name: case(args.model) for name, case in (CASES | (REPLICATED if world else {})).items()}
+    if not world or torch.distributed.get_rank() == 0:
+        torch.save(results, args.out)
+
+
+if __name__ == "__main__":
+    main()
