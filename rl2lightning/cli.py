@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from rl2lightning.algorithms.base import PostTrainingModule
 from rl2lightning.callbacks.preemption import Preemption
+from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
 from rl2lightning.export import export
@@ -28,14 +30,28 @@ class Trainer(L.Trainer):
     """Lightning's Trainer with this project's defaults.
 
     Strategy `fsdp2_tp`; CSV and TensorBoard logs besides whatever loggers are given, all in one new directory
-    `<default_root_dir>/version_N`, so that no run overwrites another; metrics logged at every step.
+    `<default_root_dir>/version_N`, so that no run overwrites another; metrics logged at every step; a progress bar
+    on one line. Under torchrun it takes the processes that are there.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        defaults = {"strategy": "fsdp2_tp", "use_distributed_sampler": False, "log_every_n_steps": 1}
+        defaults = {
+            "strategy": "fsdp2_tp",
+            "use_distributed_sampler": False,
+            "log_every_n_steps": 1,
+            "enable_model_summary": False,  # `configure_model` says what there is in a line
+        }
+        if torch.distributed.is_torchelastic_launched():
+            defaults["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
+            defaults["num_nodes"] = int(os.environ["GROUP_WORLD_SIZE"])
         for name, value in defaults.items():
-            if kwargs.get(name) is None or (name == "strategy" and kwargs[name] == "auto"):
+            if kwargs.get(name) in (None, "auto"):
                 kwargs[name] = value
+        callbacks = kwargs.get("callbacks") or []
+        kwargs["callbacks"] = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        shown = kwargs.get("enable_progress_bar") is not False
+        if shown and not any(isinstance(c, ProgressBar) for c in kwargs["callbacks"]):
+            kwargs["callbacks"].append(StepProgressBar())
         logger = kwargs.get("logger")
         if logger is not False and not kwargs.get("fast_dev_run"):
             kwargs["default_root_dir"] = str(kwargs.get("default_root_dir") or "runs")
@@ -134,6 +150,7 @@ class CLI(LightningCLI):
                 "trainer.use_distributed_sampler": False,
                 "trainer.log_every_n_steps": 1,
                 "trainer.default_root_dir": "runs",
+                "trainer.enable_model_summary": False,
             }
         )
 

@@ -1,8 +1,7 @@
-"""What a policy-gradient run chooses: advantage estimator, policy loss, mismatch correction, KL penalty.
+"""Advantage estimators: small frozen settings over `functional/advantages.py`.
 
-Small frozen settings over `functional/`. Advantages are computed once per rollout from all of its sequences, which
-every rank holds, so their statistics are global without communication. Losses see one micro-batch and return
-unreduced values.
+Advantages are computed once per rollout from all of its sequences, which every rank holds, so their statistics are
+global without communication.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rl2lightning.functional import advantages as adv
-from rl2lightning.functional import kl, losses, masked
+from rl2lightning.functional import masked
 from rl2lightning.types import Sequences
 
 # ---------------------------------------------------------------- from flat tokens to episodes and back
@@ -71,7 +69,8 @@ class Episodes:
         return flat
 
 
-def _require(seqs: Sequences, name: str, user: object) -> Tensor:
+def require(seqs: Sequences, name: str, user: object) -> Tensor:
+    """The field `name` of the sequences, or a clear error of whoever `user` is."""
     x = getattr(seqs, name)
     if x is None:
         raise ValueError(f"{user} needs `{name}` on the sequences; fill it in before calling")
@@ -101,7 +100,7 @@ class AdvantageEstimator(ABC):
 
     def __call__(self, seqs: Sequences) -> Sequences:
         """A copy of the rollout with `advantages` [N] (and `returns` [N], the target of a critic, if there is one)."""
-        rewards = _require(seqs, "rewards", self)
+        rewards = require(seqs, "rewards", self)
         if bool((rewards[~seqs.action_mask] != 0).any()):
             raise ValueError("a reward lies off the actions and would be lost; put it on the last token of the turn")
         episodes = Episodes.of(seqs)
@@ -207,9 +206,9 @@ class CriticEstimator(AdvantageEstimator):
     def estimate(self, seqs: Sequences, episodes: Episodes, rewards: Tensor) -> tuple[Tensor, Tensor]:
         values, log_ratio = torch.zeros_like(rewards), torch.zeros_like(rewards)
         if self.needs_values:
-            values = episodes.pad(_require(seqs, "values", self))
+            values = episodes.pad(require(seqs, "values", self))
         if self.needs_old_logps:
-            log_ratio = episodes.pad(_require(seqs, "old_logps", self) - _require(seqs, "rollout_logps", self))
+            log_ratio = episodes.pad(require(seqs, "old_logps", self) - require(seqs, "rollout_logps", self))
         advantages, returns = self.over_values(rewards, values, log_ratio, episodes.mask)
         return (_whiten(advantages, episodes.mask) if self.whiten else advantages), returns
 
@@ -335,207 +334,3 @@ class ClippedIS(OffPolicyEstimator):
 
     def over_values(self, rewards: Tensor, values: Tensor, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return adv.clipped_is(rewards, values, log_ratio, mask, gamma=self.gamma, lam=self.lam, clip=self.clip)
-
-
-# ---------------------------------------------------------------- policy losses
-
-
-class PolicyLoss(ABC):
-    """The policy-gradient term of one micro-batch, from log-probs [N] (0 off actions) and `seqs.advantages`.
-
-    Without `seqs.old_logps` the update is on-policy: old = logps.detach().
-    """
-
-    @property
-    def needs_old_logps(self) -> bool:
-        """Whether a second update on the same rollout needs the log-probs from before the first."""
-        return True
-
-    def __call__(self, logps: Tensor, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [N] and diagnostics [N] without gradient, all unreduced and 0 off actions."""
-        advantages = _require(seqs, "advantages", self)
-        old_logps = logps.detach() if seqs.old_logps is None else seqs.old_logps
-        loss, diagnostics = self.terms(logps, old_logps, advantages, seqs)
-        diagnostics["approx_kl"] = kl.k3(old_logps, logps.detach())  # of KL(old || policy): old drew the samples
-        mask = seqs.action_mask
-        return loss * mask, {name: x.detach() * mask for name, x in diagnostics.items()}
-
-    @abstractmethod
-    def terms(
-        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [N] and what to log about it, `ratio` and `clip_fraction` where there are such."""
-
-
-@dataclass(frozen=True)
-class PPOClip(PolicyLoss):
-    """The clipped surrogate of PPO and GRPO.
-
-    Args:
-        clip_low: how far below 1 the ratio still counts.
-        clip_high: how far above 1; DAPO takes 0.28.
-        dual_clip: c > 1, where the advantage is negative the loss is at most c times its size; null leaves it out.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip={self.dual_clip} must be greater than 1, or null to leave it out")
-
-    def terms(
-        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        loss = losses.ppo_clip(logps, old_logps, advantages, **clip, dual_clip=self.dual_clip)
-        ratio = adv.importance_ratio(logps - old_logps)
-        clipped = losses.is_clipped(ratio, advantages, **clip)
-        if self.dual_clip is not None:
-            clipped = clipped | ((advantages < 0) & (ratio > self.dual_clip))
-        return loss, {"ratio": ratio, "clip_fraction": clipped.float()}
-
-
-@dataclass(frozen=True)
-class GSPO(PolicyLoss):
-    """The clipped surrogate with one ratio per sequence; use it with the `sequence` level.
-
-    The bounds have names of their own because the command line hands fields of equal name on from one class to the
-    next, and PPO's bounds are a thousand times too wide here.
-
-    Args:
-        sequence_clip_low: how far below 1 the sequence's ratio still counts.
-        sequence_clip_high: how far above 1.
-    """
-
-    sequence_clip_low: float = 3e-4
-    sequence_clip_high: float = 4e-4
-
-    def terms(
-        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = losses.gspo_ratio(logps, old_logps, seqs.action_mask, seqs.sequence_ids, len(seqs))
-        clip = {"clip_low": self.sequence_clip_low, "clip_high": self.sequence_clip_high}
-        loss = losses.clipped_surrogate(ratio, advantages, **clip)
-        return loss, {"ratio": ratio, "clip_fraction": losses.is_clipped(ratio, advantages, **clip).float()}
-
-
-@dataclass(frozen=True)
-class CISPO(PolicyLoss):
-    """REINFORCE weighted by the clipped ratio: no token loses its gradient.
-
-    Args:
-        max_ratio: cap of the weight.
-    """
-
-    max_ratio: float = 5.0
-
-    def terms(
-        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = adv.importance_ratio(logps - old_logps)
-        loss = losses.cispo(logps, old_logps, advantages, max_ratio=self.max_ratio)
-        return loss, {"ratio": ratio, "clip_fraction": (ratio > self.max_ratio).float()}
-
-
-@dataclass(frozen=True)
-class Reinforce(PolicyLoss):
-    """-A log pi: no ratio, for one update per rollout."""
-
-    @property
-    def needs_old_logps(self) -> bool:
-        return False
-
-    def terms(
-        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return losses.reinforce(logps, advantages), {"ratio": adv.importance_ratio(logps - old_logps)}
-
-
-# ---------------------------------------------------------------- rollout against trainer
-
-
-@dataclass(frozen=True)
-class MismatchCorrection:
-    """Weights the policy term (not KL, not entropy) by old / rollout probabilities, since engine and trainer differ.
-
-    Args:
-        level: a ratio per `token`, or per `sequence`: exp of the mean over its actions.
-        mode: `truncate` caps the ratio, `mask` drops what lies outside [1 / cap, cap].
-        cap: C, at least 1.
-    """
-
-    level: Literal["token", "sequence"] = "token"
-    mode: Literal["truncate", "mask"] = "truncate"
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.cap < 1:
-            raise ValueError(f"cap={self.cap} of the mismatch correction must be at least 1")
-
-    def __call__(self, old_logps: Tensor, seqs: Sequences) -> Tensor:
-        """Weights [N] without gradient, 0 off actions. On-policy, old_logps are the current ones."""
-        log_ratio = old_logps.detach() - _require(seqs, "rollout_logps", self)
-        if self.level == "sequence":
-            ids = seqs.sequence_ids
-            log_ratio = masked.sequence_mean(log_ratio, seqs.action_mask, ids, len(seqs))[ids]
-        return losses.mismatch_weights(log_ratio, mode=self.mode, cap=self.cap) * seqs.action_mask
-
-
-def mismatch_metrics(old_logps: Tensor, seqs: Sequences) -> dict[str, Tensor]:
-    """How far the trainer's log-probs are from the engine's; logged always, whether corrected or not.
-
-    Returns:
-        unreduced [N], 0 off actions: |old - roll|, exp|old - roll| and the k3 estimate of KL(roll || old).
-    """
-    rollout_logps = _require(seqs, "rollout_logps", "mismatch_metrics")
-    mask, old_logps = seqs.action_mask, old_logps.detach()
-    gap = (old_logps - rollout_logps).abs()
-    return {
-        "mismatch_abs": gap * mask,
-        "mismatch_exp_abs": adv.importance_ratio(gap) * mask,
-        "mismatch_kl": kl.k3(rollout_logps, old_logps) * mask,
-    }
-
-
-def mismatch_max(old_logps: Tensor, seqs: Sequences) -> Tensor:
-    """Largest |old - roll| of the actions, a scalar (0 without actions); its reduction over ranks is a maximum."""
-    gap = (old_logps.detach() - _require(seqs, "rollout_logps", "mismatch_max")).abs() * seqs.action_mask
-    return torch.cat([gap, gap.new_zeros(1)]).max()
-
-
-# ---------------------------------------------------------------- KL to the reference
-
-
-@dataclass(frozen=True)
-class KLPenalty:
-    """KL to the reference policy.
-
-    Args:
-        coef: weight of the penalty (its first value where a controller adapts it); 0 needs no reference model.
-        estimator: k1, k2 or k3; in the loss k1 has no expected gradient.
-        place: `loss` adds it to the loss, `reward` subtracts it from each token's reward before the advantages,
-            `advantage` from the advantages. The last two compare old log-probs to the reference, without gradient.
-    """
-
-    coef: float = 0.0
-    estimator: kl.Estimator = "k3"
-    place: Literal["loss", "reward", "advantage"] = "loss"
-
-    def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ValueError(f"kl.coef={self.coef} must not be negative")
-
-    @property
-    def enabled(self) -> bool:
-        return self.coef != 0
-
-    @property
-    def needs_old_logps(self) -> bool:
-        """Whether old log-probs must be scored even on-policy."""
-        return self.enabled and self.place != "loss"
-
-    def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
-        """The estimate per token [n], not yet times a coefficient, which may change during the run."""
-        return kl.kl_estimate(logps, ref_logps, self.estimator)

@@ -19,7 +19,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn. The module owns it: the engine samples with it and the loss scores with its temperature.
+    """How completions are drawn. The module owns it: the engine samples by it, the loss scores at its temperature.
 
     Args:
         max_tokens: most tokens generated per turn.
@@ -53,7 +53,7 @@ class SamplingParams:
 
     @property
     def truncates_support(self) -> bool:
-        """Whether some tokens can never be drawn, so that log-probs of the full distribution are not those sampled from."""
+        """Whether some tokens can never be drawn: then the full distribution is not the one sampled from."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -239,7 +239,7 @@ class Sequences:
         group_ids: Sequence[int] | None = None,
         **optional: Any,
     ) -> Sequences:
-        """From one list of tokens and one mask per sequence; [N] fields are given as one list of floats per sequence."""
+        """From one list of tokens and one mask per sequence; [N] fields as one list of floats per sequence."""
         lengths = torch.tensor([len(ids) for ids in token_ids], dtype=torch.int32)
         cu_seqlens = torch.zeros(len(token_ids) + 1, dtype=torch.int32)
         cu_seqlens[1:] = lengths.cumsum(0)
@@ -274,7 +274,7 @@ class Sequences:
 
     @staticmethod
     def dummy(like: Sequences) -> Sequences:
-        """One short sequence without actions and the same fields: what a rank without work runs, for the collectives."""
+        """One short sequence without actions and the same fields: what a rank without work runs for the collectives."""
         zeros = torch.zeros(2)
         optional: dict[str, Any] = {name: zeros.to(x.dtype) for name, x in like.token_fields().items()}
         optional |= {name: torch.zeros(1, dtype=x.dtype) for name, x in like.sequence_fields().items()}

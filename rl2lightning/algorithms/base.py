@@ -1,4 +1,4 @@
-"""`PostTrainingModule`: what every algorithm shares, above all `update`, one optimizer step over packed micro-batches."""
+"""`PostTrainingModule`: what the algorithms share, above all `update`, one optimizer step over packed micro-batches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
@@ -71,7 +72,7 @@ class PostTrainingModule(L.LightningModule):
         max_tokens_per_device: most tokens of one training micro-batch on one device.
         max_inference_tokens_per_device: the same for passes without gradients; None: twice the training budget.
         max_grad_norm: gradients are scaled down to this global norm; None: never.
-        max_nonfinite_steps: so many steps with a non-finite loss or gradient in a row (each of them skipped) end the run.
+        max_nonfinite_steps: so many steps in a row with a non-finite loss or gradient (each is skipped) end the run.
         trust_remote_code: run modelling code that comes with the model.
         init_seed: seed of random weights.
         eval_sampling: how validation, test and prediction sample; None: greedily.
@@ -84,7 +85,7 @@ class PostTrainingModule(L.LightningModule):
         self,
         model: str,
         random_init: bool = False,
-        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - frozen
+        optimizer: OptimizerConfig = OptimizerConfig(),
         max_tokens_per_device: int = 16384,
         max_inference_tokens_per_device: int | None = None,
         max_grad_norm: float | None = 1.0,
@@ -115,8 +116,8 @@ class PostTrainingModule(L.LightningModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, FSDP2TPStrategy):
             raise ValueError(
-                f"trainer.strategy is {type(strategy).__name__}; rl2lightning modules need FSDP2TPStrategy ('fsdp2_tp'), "
-                "which also serves a single device"
+                f"trainer.strategy is {type(strategy).__name__}; rl2lightning modules need FSDP2TPStrategy "
+                "('fsdp2_tp'), which also serves a single device"
             )
         return strategy
 
@@ -132,6 +133,13 @@ class PostTrainingModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.policy is None:  # Lightning calls this again for every fit, validate, …
             self.policy = self.build_policy(trainable=True)
+            num_parameters = sum(p.numel() for p in self.policy.parameters())
+            axes = zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True)  # type: ignore[union-attr, arg-type]
+            mesh = ", ".join(f"{name} {size}" for name, size in axes if size > 1) or "one process"
+            rank_zero_info(
+                f"{type(self).__name__} of {type(self.policy.lm).__name__}: {num_parameters / 1e6:,.2f} M parameters, "
+                f"{self.trainer.precision}, {self.device}, {mesh}"
+            )
 
     def build_policy(self, *, trainable: bool) -> Policy:
         return self.strategy.build_policy(
@@ -178,7 +186,9 @@ class PostTrainingModule(L.LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # batches stay in host memory, where micro-batches are planned; `ready` moves those
 
-    def logps(self, seqs: Sequences, *, model: Policy | None = None, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logps(
+        self, seqs: Sequences, *, model: Policy | None = None, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [n] (and entropies) of the actions of a micro-batch, 0 off actions, at the sampling temperature."""
         model = self.policy if model is None else model
         assert model is not None
@@ -186,20 +196,22 @@ class PostTrainingModule(L.LightningModule):
         return model(seqs, temperature=seqs.temperature, entropy=entropy)
 
     def micro_batches(self, seqs: Sequences, max_tokens: int) -> list[list[int]]:
-        """This process's micro-batches as indices into the global `seqs`: balanced, and equally many on every process."""
+        """This process's micro-batches as indices into the global `seqs`: balanced, equally many on every process."""
         plan = plan_micro_batches(seqs.lengths.tolist(), max_tokens=max_tokens, multiple_of=self.strategy.data_size)
         share = len(plan) // self.strategy.data_size
         return plan[self.strategy.data_rank * share : (self.strategy.data_rank + 1) * share]
 
     def ready(self, seqs: Sequences, plan: Iterable[list[int]]) -> Iterator[Sequences]:
-        """The planned micro-batches on the device; an empty one is a dummy, so that all ranks run the same collectives."""
+        """The planned micro-batches on the device; an empty one is a dummy: all ranks run the same collectives."""
         for indices in plan:
             part = seqs.select(indices) if indices else Sequences.dummy(seqs)
             yield pack(part, self.device, self.strategy.compute_dtype)
 
     # ---- one optimizer step
 
-    def update(self, seqs: Sequences | None, loss_fn: LossFn, *, level: LossLevel = "token", length: int | None = None) -> None:
+    def update(
+        self, seqs: Sequences | None, loss_fn: LossFn, *, level: LossLevel = "token", length: int | None = None
+    ) -> None:
         """One optimizer step of the policy on `seqs`, the whole step's sequences, the same on every process.
 
         The loss is sum(weights * x) over all tokens of the step, where the weights depend on `level` alone; so neither
@@ -235,7 +247,9 @@ class PostTrainingModule(L.LightningModule):
 
     loss_in_progress_bar = True
 
-    def _accumulate(self, sums: dict[str, Tensor], micro: Sequences, loss: Tensor, diagnostics: dict[str, Tensor]) -> None:
+    def _accumulate(
+        self, sums: dict[str, Tensor], micro: Sequences, loss: Tensor, diagnostics: dict[str, Tensor]
+    ) -> None:
         assert micro.weights is not None
         values = {"loss": loss.detach(), "weight": micro.weights.sum()}
         values |= {name: (x.detach() * micro.weights).sum() for name, x in diagnostics.items()}
@@ -245,12 +259,14 @@ class PostTrainingModule(L.LightningModule):
     def _reduce(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Loss, and diagnostics as weighted means, over all micro-batches and processes: one small all-reduce."""
         names = sorted(sums)
-        total = dict(zip(names, self.strategy.sum_over_tokens(torch.stack([sums[n].float() for n in names])), strict=True))
+        total = dict(
+            zip(names, self.strategy.sum_over_tokens(torch.stack([sums[n].float() for n in names])), strict=True)
+        )
         weight = total.pop("weight")
         return {name: x if name == "loss" else x / weight for name, x in total.items()}
 
     def _step(self, finite: Tensor | None = None) -> None:
-        """Steps optimizer and schedule; a step whose gradients are not finite is skipped on the device, without a wait."""
+        """Steps optimizer and schedule; a step with non-finite gradients is skipped on the device, without a wait."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert not isinstance(optimizer, list) and scheduler is not None and not isinstance(scheduler, list)
         self.guard.before_step(optimizer.optimizer, finite)

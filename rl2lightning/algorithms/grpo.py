@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from rl2lightning.algorithms.base import LossLevel, PostTrainingModule
-from rl2lightning.estimators import (
-    AdvantageEstimator,
-    GroupRelative,
+from rl2lightning.estimators import AdvantageEstimator, GroupRelative
+from rl2lightning.policy_losses import (
     KLPenalty,
     MismatchCorrection,
     PolicyLoss,
@@ -65,7 +64,8 @@ class GRPO(PostTrainingModule):
         super().__init__(*args, **kwargs)
         if updates_per_rollout < 1 or samples_per_prompt < 1:
             raise ValueError(
-                f"updates_per_rollout={updates_per_rollout} and samples_per_prompt={samples_per_prompt} must be at least 1"
+                f"updates_per_rollout={updates_per_rollout} and samples_per_prompt={samples_per_prompt} "
+                "must be at least 1"
             )
         if sampling.greedy:
             raise ValueError("sampling.temperature=0 explores nothing: set a positive temperature for training")
@@ -73,8 +73,8 @@ class GRPO(PostTrainingModule):
             raise ValueError(f"{type(advantage).__name__} needs a critic, which GRPO has not")
         if mismatch is not None and sampling.truncates_support:
             raise ValueError(
-                "mismatch correction needs log-probs of the whole distribution: set sampling.top_p to 1, top_k and min_p "
-                "to 0, or mismatch to null"
+                "mismatch correction needs log-probs of the whole distribution: set sampling.top_p to 1, top_k and "
+                "min_p to 0, or mismatch to null"
             )
         if mismatch is not None and advantage.corrects_mismatch:
             raise ValueError(f"{type(advantage).__name__} corrects the rollout mismatch already: set mismatch to null")

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: skipped where they happen, counted, and an end to the run if they persist."""
+"""Steps whose loss or gradient is not finite: skipped where they happen, counted, the end of a run if they stay."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class NonFiniteGuard:
             optimizer.found_inf = None  # type: ignore[attr-defined]
             return
         bad = (~finite).float()
-        if self._counts is None:
-            self._counts = torch.zeros(2, device=bad.device)
-        self._counts = torch.stack([self._counts[0] + bad, (self._counts[1] + 1) * bad])
+        skipped, in_a_row = torch.zeros(2, device=bad.device) if self._counts is None else self._counts
+        self._counts = torch.stack([skipped + bad, (in_a_row + 1) * bad])
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = bad  # type: ignore[attr-defined]
@@ -54,16 +53,14 @@ class NonFiniteGuard:
                 self._event.synchronize()
             if self._seen[1] >= self.max_in_a_row:
                 raise NonFiniteError(
-                    f"{int(self._seen[1])} optimizer steps in a row had a non-finite loss or gradient and were skipped; "
-                    "lower model.optimizer.lr, look at the data of the last steps, or raise max_nonfinite_steps"
+                    f"{int(self._seen[1])} optimizer steps in a row had a non-finite loss or gradient and were "
+                    "skipped; lower model.optimizer.lr, look at the last steps' data, or raise max_nonfinite_steps"
                 )
         if self._counts is None:
             return
         if self._counts.is_cuda:
-            if self._seen is None:
-                self._seen, self._event = torch.zeros(2).pin_memory(), torch.cuda.Event()
-            self._seen.copy_(self._counts, non_blocking=True)
-            assert self._event is not None
+            self._seen = torch.empty(2, pin_memory=True).copy_(self._counts, non_blocking=True)
+            self._event = torch.cuda.Event()
             self._event.record()
         else:
             self._seen = self._counts

@@ -18,7 +18,7 @@ from rl2lightning.environments.script import ScriptEnvironment
 from rl2lightning.rewards.base import FunctionReward, Reward, RewardTransform
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
 from rl2lightning.rollout.hf import HFEngine
-from rl2lightning.rollout.loop import RolloutJob, RolloutLoop
+from rl2lightning.rollout.loop import Job, RolloutLoop
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences, Trajectory
 
 
@@ -31,15 +31,15 @@ class RolloutCallback(L.Callback):
     Args:
         engine: what generates; None: the embedded Hugging Face engine.
         environment: an Environment, or the path of a Python file with `reward_fn` and, for several turns, `interact`.
-        rewards: named, weighted rewards; None: the `reward_fn` of the environment's file. The first one decides
-            accuracy.
+        rewards: named, weighted rewards, or plain functions; the environment's own (a file's `reward_fn`) come after
+            them. The first one decides accuracy.
         transform: combines several rewards; None: their weighted sum.
         max_turns: most turns of the policy in one trajectory.
         success_threshold: a trajectory counts as correct when its first reward is at least this.
         push: hand the engine new weights after every optimizer step, or only when it is about to generate.
         dynamic_sampling: drop groups whose rewards are all equal, which teach nothing, and draw other prompts instead.
         max_refills: how often to draw again before going on with fewer groups.
-        on_reward_error: a reward that raises or returns no finite number ends the run, counts as 0, or drops the sample.
+        on_reward_error: a reward that raises or returns no finite number ends the run, counts 0, or drops the sample.
         on_environment_error: an environment that raises ends the run, or its own trajectory.
         apply_chat_template: false: the contents of the messages are concatenated (base models).
         tool_workers: environment steps and rewards that run at a time.
@@ -50,7 +50,7 @@ class RolloutCallback(L.Callback):
         self,
         engine: RolloutEngine | None = None,
         environment: Environment | str | None = None,
-        rewards: list[Reward] | None = None,
+        rewards: list[Reward] | list[Callable[..., float]] | None = None,
         transform: RewardTransform | None = None,
         max_turns: int = 1,
         success_threshold: float = 1.0,
@@ -65,7 +65,7 @@ class RolloutCallback(L.Callback):
     ) -> None:
         self.engine = HFEngine() if engine is None else engine
         self.environment = ScriptEnvironment(environment) if isinstance(environment, str) else environment
-        self.rewards = _rewards(rewards, self.environment)
+        self.rewards = [r if isinstance(r, Reward) else FunctionReward(r) for r in rewards or ()]
         self.transform = transform
         self.max_turns = max_turns
         self.success_threshold = success_threshold
@@ -122,7 +122,7 @@ class RolloutCallback(L.Callback):
     # ---- what a subclass may change
 
     def push(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Hands the engine the policy's weights, unless it has those of this optimizer step; every process takes part."""
+        """Hands the engine the policy's weights unless it has those of this optimizer step; all processes take part."""
         if self.engine.version != trainer.global_step:
             self.engine.update_weights(pl_module.policy_weights(), trainer.global_step)
 
@@ -132,7 +132,7 @@ class RolloutCallback(L.Callback):
         """The trajectories of this process's prompts, samples_per_prompt each."""
         assert self.loop is not None
         samples = range(pl_module.samples_per_prompt)
-        jobs = [RolloutJob(row, group_id=i, sample_id=k) for row, i in zip(rows, indices, strict=True) for k in samples]
+        jobs = [Job(row, group_id=i, sample_id=k) for row, i in zip(rows, indices, strict=True) for k in samples]
         result = self.loop.run(jobs, pl_module.sampling, seed=self.seed)
         metrics.add(result)
         return result.trajectories
@@ -161,15 +161,19 @@ class RolloutCallback(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(batch, PromptBatch) and self.push_when == "every_step":
-            self._prepare(trainer, pl_module)
-            self.engine.sleep()
+            self.push(trainer, pl_module)
 
     def _prepare(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.engine.wake()
         self.push(trainer, pl_module)
+        self.engine.wake()
 
     def _refill(
-        self, trainer: L.Trainer, pl_module: Any, batch: PromptBatch, trajectories: list[Trajectory], metrics: RolloutMetrics
+        self,
+        trainer: L.Trainer,
+        pl_module: Any,
+        batch: PromptBatch,
+        trajectories: list[Trajectory],
+        metrics: RolloutMetrics,
     ) -> list[Trajectory]:
         """Replaces groups that teach nothing by new prompts; all processes draw together, from one stream."""
         strategy = trainer.strategy
@@ -210,7 +214,7 @@ class RolloutCallback(L.Callback):
         assert self.loop is not None
         self._prepare(trainer, pl_module)
         indices = batch.indices if isinstance(batch, PromptBatch) else list(range(len(batch.rows)))
-        jobs = [RolloutJob(row, group_id=i, sample_id=0) for row, i in zip(batch.rows, indices, strict=True)]
+        jobs = [Job(row, group_id=i, sample_id=0) for row, i in zip(batch.rows, indices, strict=True)]
         result = self.loop.run(jobs, pl_module.eval_sampling, seed=self.seed)
         self.engine.sleep()
         batch.trajectories = result.trajectories
@@ -280,14 +284,3 @@ def trajectory_record(t: Trajectory) -> dict[str, Any]:
 
 def _num_groups(trajectories: list[Trajectory]) -> int:
     return len({t.group_id for t in trajectories})
-
-
-def _rewards(rewards: list[Any] | None, environment: Environment | None) -> list[Reward]:
-    if rewards is None:
-        return [FunctionReward(environment.reward_fn, name="reward")] if isinstance(environment, ScriptEnvironment) else []
-    return [_named(r) if not isinstance(r, Reward) else r for r in rewards]
-
-
-def _named(function: Callable[..., float]) -> Reward:
-    """A plain function given in Python is a reward under its own name."""
-    return FunctionReward(function, name=function.__name__)

@@ -21,7 +21,7 @@ class Samples(L.Callback):
     Args:
         num_samples: rows of the table; 0: no table.
         max_characters: longer texts are cut in the middle.
-        save_rollouts: write every trajectory of training and validation to `rollouts/` of the run, a JSON object a line.
+        save_rollouts: write every trajectory of training and validation to `rollouts/` of the run, one JSON a line.
     """
 
     def __init__(self, num_samples: int = 4, max_characters: int = 60, save_rollouts: bool = False) -> None:

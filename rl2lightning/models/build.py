@@ -52,7 +52,7 @@ def meta_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if type(param) is nn.Parameter and not param.is_meta:
+        if param is not None and type(param) is nn.Parameter and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
@@ -63,7 +63,9 @@ def meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def build_causal_lm(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_causal_lm(
+    config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A causal LM with meta parameters and packed attention."""
     from transformers import AutoModelForCausalLM
 
@@ -109,7 +111,7 @@ def load_weights(lm: PreTrainedModel, directory: str) -> None:
     stored = set(reader.read_metadata().state_dict_metadata)
     if missing := sorted(set(state) - stored):
         raise ValueError(
-            f"'{directory}' lacks {len(missing)} of the weights of {type(lm).__name__}, the first being '{missing[0]}'; "
+            f"'{directory}' lacks {len(missing)} of the weights of {type(lm).__name__}, such as '{missing[0]}'; "
             "it may hold another architecture than its config.json names"
         )
     dcp.load(state, storage_reader=HuggingFaceStorageReader(directory))

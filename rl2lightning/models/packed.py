@@ -153,11 +153,15 @@ def _dense(
     length = q.shape[2]
     windowed = window is not None and window < length
     if not windowed and not softcap:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
     distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
     mask = (distance >= 0) & (distance < window) if windowed else distance >= 0
     if not softcap:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)

@@ -1,10 +1,10 @@
 """Checkpoints are directories: complete under their name, or absent.
 
-    step=100.ckpt/
-        dcp/            model and optimizer shards (torch.distributed.checkpoint), readable on any mesh
-        meta.pt         Lightning's loops, callbacks, schedulers and data position; plain types, loaded weights_only
-        rank_00000.pt   random states of each process, used again only at the same world size
-        model/          config.json and tokenizer, from which `rl2lightning export` makes a model directory
+step=100.ckpt/
+    dcp/            model and optimizer shards (torch.distributed.checkpoint), readable on any mesh
+    meta.pt         Lightning's loops, callbacks, schedulers and data position; plain types, loaded weights_only
+    rank_00000.pt   random states of each process, used again only at the same world size
+    model/          config.json and tokenizer, from which `rl2lightning export` makes a model directory
 """
 
 from __future__ import annotations
@@ -91,13 +91,15 @@ def check(path: Path) -> None:
     if not path.exists():
         raise ValueError(f"checkpoint '{path}' does not exist; set --ckpt_path to a *.ckpt directory of a run")
     if not (path / "meta.pt").is_file() or not (path / "dcp" / ".metadata").is_file():
-        raise ValueError(f"'{path}' is not a complete checkpoint (no meta.pt or dcp/.metadata); name another in --ckpt_path")
+        raise ValueError(
+            f"'{path}' is not a complete checkpoint (no meta.pt or dcp/.metadata); name another in --ckpt_path"
+        )
 
 
 def load(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, exclude: Sequence[str], rank: int, world: int
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Restores weights and optimizers in place, on any mesh; returns the rest, and this rank's random states if they fit."""
+    """Restores weights and optimizers in place, on any mesh; returns the rest, and this rank's random states if any."""
     check(path)
     meta = torch.load(path / "meta.pt", map_location="cpu", weights_only=True)
     state: dict[str, Any] = {"state_dict": model_state(model, exclude=exclude)}

@@ -15,7 +15,7 @@ def mesh_shape(
 ) -> tuple[int, int, int, int]:
     """Sizes of the four axes, `shard="auto"` taking what the others leave; their product must be the world size."""
     for name, size in (("replicate", replicate), ("shard", shard), ("context", context), ("tensor", tensor)):
-        if size != "auto" and size < 1:
+        if isinstance(size, int) and size < 1:
             raise ValueError(f"strategy.{name}={size} must be at least 1")
     rest = replicate * context * tensor
     if shard == "auto":

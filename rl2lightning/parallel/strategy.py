@@ -67,7 +67,8 @@ class FSDP2TPStrategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
         )
-        self.replicate, self.shard = replicate, shard
+        self.replicate = replicate
+        self.shard: int | Literal["auto"] = shard
         self.reshard_after_forward = reshard_after_forward
         self.activation_checkpointing = activation_checkpointing
         self.meshes: Meshes  # from setup_environment on
@@ -98,7 +99,7 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this process loads; processes of one replica's context and tensor axes agree."""
+        """Which share of a global batch this process loads; processes along context and tensor axes agree."""
         return self.meshes.data.get_local_rank()
 
     @property
@@ -120,7 +121,9 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         if isinstance(plugin, MixedPrecision):
             plugin = FSDP2Precision() if plugin.precision == "bf16-mixed" else plugin
         if plugin is not None and plugin.precision not in ("32-true", "bf16-mixed", "bf16-true"):
-            raise ValueError(f"trainer.precision={plugin.precision} is not supported: use 32-true, bf16-mixed or bf16-true")
+            raise ValueError(
+                f"trainer.precision={plugin.precision} is not supported: use 32-true, bf16-mixed or bf16-true"
+            )
         self._precision_plugin = plugin
 
     @property
@@ -138,7 +141,9 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         """
         directory = self._on_one_rank_first(lambda: resolve_model(model, weights=not random_init))
         config = load_config(directory, trust_remote_code=trust_remote_code)
-        dtype = torch.float32 if trainable and not isinstance(self.precision_plugin, HalfPrecision) else self.compute_dtype
+        dtype = (
+            torch.float32 if trainable and not isinstance(self.precision_plugin, HalfPrecision) else self.compute_dtype
+        )
         lm = build_causal_lm(config, dtype, trust_remote_code=trust_remote_code)
         lm.requires_grad_(trainable)
         policy = Policy(lm)
@@ -161,10 +166,9 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     def _on_one_rank_first(self, fn: Any) -> Any:
         """Global rank 0 runs fn before the others do, so that a download happens once."""
-        if self.global_rank == 0:
-            result = fn()
+        first = fn() if self.global_rank == 0 else None
         self.barrier()
-        return result if self.global_rank == 0 else fn()
+        return first if self.global_rank == 0 else fn()
 
     # ---- what `update` needs
 
@@ -189,7 +193,7 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         return x
 
     def gather_objects(self, x: Any) -> list[Any]:
-        """One picklable object from each data rank, in rank order, on every rank (host memory, no rank 0 in between)."""
+        """One picklable object from each data rank, in rank order, on every rank; through host memory."""
         if self.data_size == 1:
             return [x]
         parts: list[Any] = [None] * self.data_size
@@ -230,10 +234,14 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise ValueError("save_checkpoint takes no storage_options: a checkpoint is a directory of distributed files")
+            raise ValueError(
+                "save_checkpoint takes no storage_options: a checkpoint is a directory of distributed files"
+            )
         path = Path(self.broadcast(str(filepath)))
         assert self.lightning_module is not None
-        ckpt.save(checkpoint, path, rank=self.global_rank, barrier=self.barrier, files=self.lightning_module.write_model_files)
+        ckpt.save(
+            checkpoint, path, rank=self.global_rank, barrier=self.barrier, files=self.lightning_module.write_model_files
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
@@ -241,7 +249,9 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = [_unwrap(o) for o in self.optimizers] if fitting else []
         exclude = self.lightning_module.checkpoint_exclude
-        meta, rng = ckpt.load(path, self.model, optimizers, exclude=exclude, rank=self.global_rank, world=self.world_size)
+        meta, rng = ckpt.load(
+            path, self.model, optimizers, exclude=exclude, rank=self.global_rank, world=self.world_size
+        )
         self._pending_rng = rng if fitting else None
         return meta
 

@@ -14,8 +14,8 @@ import torch
 
 from rl2lightning import GRPO, SFT
 from rl2lightning.algorithms.base import OptimizerConfig
-from rl2lightning.estimators import KLPenalty
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
+from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences
 
 
@@ -65,6 +65,7 @@ def fit(module, seqs: Sequences, kind: type, strategy: FSDP2TPStrategy | None = 
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_steps=steps,
+        limit_val_batches=0,
         callbacks=[record],
         logger=False,
         enable_checkpointing=False,
@@ -79,9 +80,11 @@ LENGTHS = [9, 4, 17, 6, 12, 4, 30, 8]
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0)
 
 
-def sft(model: str, max_tokens: int, level: str = "token", lengths: list[int] = LENGTHS, strategy=None, steps=1) -> dict:
+def sft(
+    model: str, max_tokens: int, level: str = "token", lengths: list[int] = LENGTHS, strategy=None, steps=1
+) -> dict:
     module = SFT(model, optimizer=OPTIMIZER, max_tokens_per_device=max_tokens, max_grad_norm=None, loss_level=level)
-    return fit(module, batch(lengths), ChatBatch, strategy, steps)
+    return fit(module, batch(list(lengths)), ChatBatch, strategy, steps)
 
 
 def grpo(model: str, max_tokens: int, level: str, **settings) -> dict:
@@ -109,7 +112,9 @@ CASES = {
     "grpo_sequence": lambda model: grpo(model, 64, "sequence"),
     "grpo_constant": lambda model: grpo(model, 1000, "constant"),
 }
-REPLICATED = {"sft_replicated": lambda model: sft(model, 32, strategy=FSDP2TPStrategy(replicate=2, timeout_seconds=120))}
+REPLICATED = {
+    "sft_replicated": lambda model: sft(model, 32, strategy=FSDP2TPStrategy(replicate=2, timeout_seconds=120))
+}
 
 
 def main() -> None:

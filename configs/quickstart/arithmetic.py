@@ -1,0 +1,29 @@
+"""Additions like `37+58=` -> `95`: a data set small enough to learn from nothing, on a laptop, in a minute or two.
+
+`conversations` shows the answers (for supervised training), `prompts` asks for them and `reward_fn` marks what comes
+back (for reinforcement learning). Both list the same 10,000 problems in the same order, so that the same `split_seed`
+and `val_ratio` hold out the same ones in both.
+"""
+
+PROBLEMS = [(a, b) for a in range(100) for b in range(100)]
+
+
+def prompts():
+    """Rows for PromptDataModule: the question, and the answer for the reward."""
+    return [
+        {"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+        for a, b in PROBLEMS
+    ]  # fmt: skip
+
+
+def conversations():
+    """Rows for ChatDataModule: the same, with the answer as the assistant's turn."""
+    return [
+        {**row, "messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]}
+        for row in prompts()
+    ]  # fmt: skip
+
+
+def reward_fn(messages, answer):
+    """1 for exactly the right answer, 0 for anything else."""
+    return float(messages[-1]["content"] == answer)

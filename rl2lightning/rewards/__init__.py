@@ -1,0 +1,31 @@
+"""Named, weighted rewards of whole trajectories, and how they are combined."""
+
+from rl2lightning.rewards.base import (
+    FunctionReward,
+    FunctionTransform,
+    GroupNormalisedSum,
+    Reward,
+    RewardTransform,
+    Scored,
+    WeightedSum,
+    score,
+)
+from rl2lightning.rewards.format import RegexReward
+from rl2lightning.rewards.length import LengthPenalty, SoftOverlong
+from rl2lightning.rewards.math import ExactMatch, MathAnswer
+
+__all__ = [
+    "ExactMatch",
+    "FunctionReward",
+    "FunctionTransform",
+    "GroupNormalisedSum",
+    "LengthPenalty",
+    "MathAnswer",
+    "RegexReward",
+    "Reward",
+    "RewardTransform",
+    "Scored",
+    "SoftOverlong",
+    "WeightedSum",
+    "score",
+]

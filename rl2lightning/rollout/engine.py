@@ -1,0 +1,123 @@
+"""The interface of an inference engine: token ids in, token ids and log-probs out, weights pushed into it."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl2lightning.types import Completion, SamplingParams
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that depends on every part and on their order: run seed, prompt, sample, turn, …"""
+    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is started on; everything else is a setting of the engine itself.
+
+    Args:
+        model_path: model directory; its config gives the architecture, its weights are not read.
+        device: where this replica runs.
+        dtype: type of the engine's copy of the weights.
+        stop_token_ids: tokens that end a turn of this model (end of sequence, end of turn); they are part of the
+            completion they end.
+        max_model_len: most tokens of prompt and completion together; None is the model's own limit.
+    """
+
+    model_path: str
+    device: torch.device | str
+    dtype: torch.dtype
+    stop_token_ids: tuple[int, ...] = ()
+    max_model_len: int | None = None
+
+
+class RolloutEngine(ABC):
+    """One per model replica. Constructed from settings alone; `start` builds it, on dummy weights.
+
+    `version` is the optimizer step of the last complete push; None means that there was none yet, or that one broke off
+    half way, and then generating is an error. `submit` and `step` never block on anything but the device.
+
+    The order around a rollout is `update_weights` (also while asleep), `wake`, `submit`/`step` …, `sleep`.
+    """
+
+    version: int | None = None
+
+    @abstractmethod
+    def start(self, spec: EngineSpec) -> None:
+        """Builds the engine: awake, on dummy weights."""
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> int:
+        """Requests submitted whose completion neither `step` nor `abort` has returned."""
+
+    @abstractmethod
+    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int) -> None:
+        """Queues a request.
+
+        The result depends on the weights, the arguments and nothing else: not on the requests it runs beside (up to
+        the rounding of batched arithmetic), not on the order of submission. A prompt that leaves no room under
+        `max_model_len` gives a completion without tokens and finish reason "length".
+
+        Raises:
+            RuntimeError: without weights, or asleep.
+            ValueError: empty prompt, or an id that is running already.
+        """
+
+    @abstractmethod
+    def step(self) -> list[Completion]:
+        """Advances all requests by about a token; returns those that finished, [] if idle."""
+
+    @abstractmethod
+    def abort(self, request_ids: Iterable[str]) -> list[Completion]:
+        """Ends requests now: what they have so far, finish reason "abort". Unknown or finished ids are passed over."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces all weights by a stream of (Hugging Face name, full tensor); tied weights may come under any name.
+
+        Raises:
+            ValueError: a name that the model lacks, a weight that did not come, a wrong shape. `version` stays None
+                until a complete push.
+            RuntimeError: requests are running: their cache belongs to the old weights, so abort or finish them first.
+        """
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Gives device memory back to training; no request may be running."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undoes `sleep`; nothing to do if awake."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Frees everything. A second call does nothing."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """One completion per prompt, in order; on an error nothing is left running."""
+        if len(prompts) != len(seeds):
+            raise ValueError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; give one seed per prompt")
+        if self.unfinished:
+            raise RuntimeError(f"generate needs an idle engine, {self.unfinished} requests are unfinished")
+        ids = [f"generate/{i}" for i in range(len(prompts))]
+        done: dict[str, Completion] = {}
+        try:
+            for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
+                self.submit(request_id, prompt, sampling, seed=seed)
+            while self.unfinished:
+                done.update((completion.request_id, completion) for completion in self.step())
+        except BaseException:
+            self.abort(ids)
+            raise
+        return [done[request_id] for request_id in ids]

@@ -1,0 +1,117 @@
+"""Runs generators that want tokens and calls: the engine is stepped for all at once, calls go to a pool of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from rl2lightning.rollout.engine import RolloutEngine
+from rl2lightning.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Yielded for a completion of `prompt_ids`; resumed with the `Completion`."""
+
+    prompt_ids: list[int]
+    seed: int
+
+
+class Call:
+    """Yielded to run a function in a thread; resumed with what it returns, or its exception raised at the yield."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function, self.args = function, args
+
+
+Outcome = tuple[int, Any, Exception | None]  # task, value, or else what was raised
+
+
+class Scheduler:
+    """Plain threads and generators rather than asyncio: works where an event loop is running already (notebooks), and
+    a task costs next to nothing.
+
+    Args:
+        num_workers: threads.
+    """
+
+    def __init__(self, engine: RolloutEngine, sampling: SamplingParams, *, num_workers: int) -> None:
+        self.engine, self.sampling, self.num_workers = engine, sampling, num_workers
+
+    def run(self, tasks: Sequence[Generator[Any, Any, Any]], tick: Callable[[int], None]) -> list[Any]:
+        """What each task returns, in order.
+
+        Args:
+            tick: called with the number of finished tasks after every round.
+
+        Raises:
+            Whatever a task lets through, and whatever the engine raises. Requests are aborted and threads joined on
+            the way out; that waits for calls that have begun.
+        """
+        if self.engine.unfinished:
+            raise RuntimeError(f"the engine has {self.engine.unfinished} unfinished requests; abort them first")
+        self.tasks = tasks
+        self.results: dict[int, Any] = {}
+        self.requests: dict[str, int] = {}  # running request -> task
+        self.num_requests = self.num_calls = 0
+        self.outcomes: SimpleQueue[Future[list[Outcome]]] = SimpleQueue()
+        # leaving the pool waits for its threads, after the rest was cleaned up
+        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="rollout") as self.pool:
+            try:
+                self._loop(tick)
+            finally:
+                self.pool.shutdown(wait=False, cancel_futures=True)
+                for task in tasks:
+                    task.close()
+                self.engine.abort(list(self.requests))
+        return [self.results[i] for i in range(len(tasks))]
+
+    def _loop(self, tick: Callable[[int], None]) -> None:
+        ready: list[Outcome] = [(i, None, None) for i in range(len(self.tasks))]
+        while ready or self.requests or self.num_calls:
+            self._start([(o[0], call) for o in ready if (call := self._advance(*o)) is not None])
+            ready = []
+            if self.requests:
+                for completion in self.engine.step():
+                    ready.append((self.requests.pop(completion.request_id), completion, None))
+            # with nothing to generate there is only waiting for a call to return
+            while self.num_calls and (not self.outcomes.empty() or not (ready or self.requests)):
+                outcomes = self.outcomes.get().result()
+                self.num_calls -= len(outcomes)
+                ready += outcomes
+            tick(len(self.results))
+
+    def _advance(self, task: int, value: Any, error: Exception | None) -> Call | None:
+        """Resumes a task; returns the call it wants, if it is that."""
+        try:
+            wanted = self.tasks[task].send(value) if error is None else self.tasks[task].throw(error)
+        except StopIteration as stop:
+            self.results[task] = stop.value
+            return None
+        if isinstance(wanted, Call):
+            return wanted
+        self.num_requests += 1
+        request_id = f"{task}/{self.num_requests}"
+        self.engine.submit(request_id, wanted.prompt_ids, self.sampling, seed=wanted.seed)
+        self.requests[request_id] = task
+        return None
+
+    def _start(self, calls: list[tuple[int, Call]]) -> None:
+        """Hands calls to the threads, several at a time where there are many: most are far cheaper than a hand-over."""
+        size = max(1, len(calls) // (4 * self.num_workers))
+        for i in range(0, len(calls), size):
+            self.num_calls += len(calls[i : i + size])
+            self.pool.submit(_run_calls, calls[i : i + size]).add_done_callback(self.outcomes.put)
+
+
+def _run_calls(calls: list[tuple[int, Call]]) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for task, call in calls:
+        try:
+            outcomes.append((task, call.function(*call.args), None))
+        except Exception as error:
+            outcomes.append((task, None, error))
+    return outcomes
