@@ -183,9 +183,6 @@ class PostTrainingModule(L.LightningModule):
 
     # ---- forward
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return batch  # batches stay in host memory, where micro-batches are planned; `ready` moves those
-
     def logps(
         self, seqs: Sequences, *, model: Policy | None = None, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -223,6 +220,7 @@ class PostTrainingModule(L.LightningModule):
             level: token: mean over tokens. sequence: mean over sequences of their means. constant: sum over
                 (sequences * `length`).
         """
+        seqs = None if seqs is None else seqs.to("cpu")  # micro-batches are planned in host memory
         self.num_tokens_in_step = 0 if seqs is None else seqs.num_tokens
         if seqs is None or not bool(seqs.action_mask.any()):
             self._step()  # gradients are None: nothing moves, but the step counts

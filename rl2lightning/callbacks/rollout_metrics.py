@@ -33,7 +33,10 @@ class RolloutMetrics:
                 sums["accuracy"] = float(next(iter(t.scores.values())) >= self.success_threshold)
             sums |= {f"score/{name}": x for name, x in t.scores.items()}
             self.sums.update(sums)
-        self.totals.update(result.counters)
+        self.count("reward_errors", result.reward_errors.total())
+        self.count("environment_errors", result.environment_errors.total())
+        self.count("dropped", result.num_dropped)
+        self.count("prompts_too_long", result.num_prompts_too_long)
         self.totals["generated_tokens"] += result.num_tokens
         self.seconds += result.seconds
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rl2lightning.data.chat import load_tokenizer
 from rl2lightning.data.encoders import PromptsOf, RowEncoder, naming
 from rl2lightning.data.loader import GlobalBatches, Position, RowOrder, StepLoader, share
 from rl2lightning.data.sources import Rows, Source, Split, load_rows, split_rows
-from rl2lightning.types import PromptBatch
+from rl2lightning.types import ChatBatch, PromptBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,6 +131,11 @@ class RowDataModule(L.LightningDataModule):
                 "some rows of this pass are seen twice or not at all"
             )
         self.position.step, self.position.prompt = state_dict["step"], state_dict["prompt"]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if isinstance(batch, (PromptBatch, ChatBatch)):
+            return batch  # stays in host memory, where micro-batches are planned; the module moves those
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """This rank's contiguous part of something that is the same on all ranks."""

@@ -161,8 +161,8 @@ class FSDP2TPStrategy(ModelParallelStrategy):
             init_weights(lm, config, seed)
         else:
             load_weights(lm, directory)
-        # from_config leaves training mode on; a frozen model never needs it
-        return policy.train(trainable)
+        # a frozen one too: `scoring` turns dropout off, and Lightning warns of what is in eval mode
+        return policy.train()
 
     def _on_one_rank_first(self, fn: Any) -> Any:
         """Global rank 0 runs fn before the others do, so that a download happens once."""

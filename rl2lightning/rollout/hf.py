@@ -219,7 +219,7 @@ class HFEngine(RolloutEngine):
         mask = None
         if any(len(p) < width for p in prompts):
             causal, real = columns[:, None] >= columns, columns >= pad[:, None]
-            # padding sees itself: a softmax over nothing is NaN, which would spread through the cache
+            # padding sees itself: a softmax over nothing is NaN in some kernels, and would spread through the cache
             mask = (causal & real[:, None] | torch.eye(width, dtype=torch.bool, device=self._device))[:, None]
         cache = new_cache(self._num_layers)
         logits = self._forward(ids, mask, (columns - pad[:, None]).clamp(min=0), cache)

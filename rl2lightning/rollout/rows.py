@@ -131,11 +131,10 @@ class Rows:
         if self.longest == self.token_ids.shape[1]:
             more = max(16, self.longest)
             self.token_ids, self.logps = F.pad(self.token_ids, (0, more)), F.pad(self.logps, (0, more))
-        # finished rows write behind their completion, where nobody looks
+        # rows that have finished write behind or over their completion, which was handed over when they did
         at = self.count.clamp(max=self.token_ids.shape[1] - 1)[:, None]
-        keep = self.alive[:, None]
-        self.token_ids.scatter_(1, at, torch.where(keep, token[:, None], self.token_ids.gather(1, at)))
-        self.logps.scatter_(1, at, torch.where(keep, logp[:, None], self.logps.gather(1, at)))
+        self.token_ids.scatter_(1, at, token[:, None])
+        self.logps.scatter_(1, at, logp[:, None])
         self.count = self.count + self.alive
         self.last = token
         self.longest += 1

@@ -34,7 +34,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
         [R] float64.
     """
     bits = _mix(_mix(seeds) + (positions + 1) * _GOLDEN)
-    return _shift(bits, 11).double() * 2.0**-53
+    return _shift(bits, 12).double() * 2.0**-52
 
 
 def processed_logps(

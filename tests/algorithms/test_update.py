@@ -104,8 +104,3 @@ def test_a_step_without_actions_counts_and_changes_nothing(tiny_model: str) -> N
     finally:
         cases.Record = record
     assert steps == [2]
-
-
-def test_batches_stay_in_host_memory_as_they_are(tiny_model: str) -> None:
-    batch = cases.ChatBatch(cases.batch([8]), [{"messages": []}])
-    assert cases.SFT(tiny_model).transfer_batch_to_device(batch, torch.device("meta"), 0) is batch

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl2lightning.data import ChatDataModule, PreferenceDataModule, PromptDataModule, Source
 from rl2lightning.data.chat import encode_chat, encode_prompt
@@ -332,6 +333,14 @@ def test_a_template_that_fails_does_so_in_setup(tmp_path, make_trainer, chatml):
     module = ChatDataModule(write_rows(tmp_path, CHAT_ROWS), tokenizer=str(tmp_path / "broken"))
     with pytest.raises(ValueError, match="row 0 of .*: the chat template refuses a conversation of user: no"):
         set_up(module, make_trainer())
+
+
+def test_batches_stay_in_host_memory_as_they_are(tmp_path, make_trainer):
+    module = set_up(ChatDataModule(write_rows(tmp_path, CHAT_ROWS), batch_size=2), make_trainer())
+    batch = next(iter(module.train_dataloader()))
+    assert module.transfer_batch_to_device(batch, torch.device("meta"), 0) is batch
+    assert not batch.sequences.input_ids.is_meta
+    assert module.transfer_batch_to_device(torch.zeros(1), torch.device("meta"), 0).is_meta
 
 
 def test_the_quickstart_holds_out_the_same_problems_in_both_data_sets(make_trainer):

@@ -121,7 +121,7 @@ def test_samples_of_one_prompt_differ_by_seed_and_repeat_with_it(loaded):
 def test_requests_with_different_sampling_share_a_batch(loaded):
     settings = [
         SamplingParams(max_tokens=6),
-        SamplingParams(max_tokens=9, temperature=0.0),
+        SamplingParams(max_tokens=9, temperature=0.0, top_p=0.01, top_k=1, min_p=0.9),
         SamplingParams(max_tokens=4, top_p=0.3),
         SamplingParams(max_tokens=7, min_tokens=5, stop_token_ids=tuple(range(3, 60))),
     ]
@@ -131,6 +131,7 @@ def test_requests_with_different_sampling_share_a_batch(loaded):
     for i, sampling in enumerate(settings):
         (alone,) = loaded.generate([[9, 8, 7]], sampling, [i])
         assert together[f"{i}"].token_ids == alone.token_ids
+        torch.testing.assert_close(torch.tensor(together[f"{i}"].logps), torch.tensor(alone.logps), atol=1e-5, rtol=0)
 
 
 def test_the_global_generators_are_left_alone(engine, model, model_path):

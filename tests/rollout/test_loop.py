@@ -32,7 +32,7 @@ class ScriptedEngine(RolloutEngine):
         said = self.answer(self.tokenizer.decode(prompt_ids))
         ids = self.tokenizer.encode(said)
         logps = [-0.5 - 0.25 * i for i in range(len(ids))]
-        reason = "stop" if said.endswith("<|im_end|>") else "length"
+        reason = "stop" if said.endswith(("<|im_end|>", "!")) else "length"
         self.running.append(Completion(request_id, list(prompt_ids), ids, logps, reason, 5))
 
     @property
@@ -165,6 +165,13 @@ def test_a_truncated_turn_ends_the_trajectory_without_an_end_token(tokenizer):
     assert t.token_ids[-7:] == tokenizer.encode("endless")
     assert (t.truncated, t.num_turns, t.reward, result.num_truncated, environment.steps) == (True, 1, 1.0, 1, 0)
     assert t.messages[-1]["content"] == "endless"
+
+
+def test_a_stop_token_that_is_no_special_one_is_a_token_but_not_said(tokenizer):
+    engine = ScriptedEngine(tokenizer, lambda prompt: "halt!")
+    (t,) = RolloutLoop(engine, tokenizer).run([ask("hi")], SamplingParams(), 0).trajectories
+    assert t.token_ids[-5:] == tokenizer.encode("halt!")
+    assert t.messages[-1]["content"] == "halt"
 
 
 def test_base_models_get_bare_text(tokenizer):
@@ -314,6 +321,15 @@ def test_tools_wait_beside_one_another_and_beside_generation(tokenizer):
     result = loop.run([ask("a", i) for i in range(16)], SamplingParams(), 0)
     assert all(t.num_turns == 3 for t in result.trajectories)
     assert time.perf_counter() - begin < 1.0  # two waits of 0.1 s each; one after the other they take 3.2 s
+
+
+def test_more_calls_than_threads_all_come_back(tokenizer):
+    engine = ScriptedEngine(tokenizer, echo)
+    loop = RolloutLoop(engine, tokenizer, environment=Failing(), max_turns=2, rewards=[Constant(1.0)], tool_workers=1)
+    jobs = [ask(f"{i}", i, bad="reset" if i % 10 == 3 else "") for i in range(40)]
+    result = loop.run(jobs, SamplingParams(), 0)
+    assert [t.group_id for t in result.trajectories] == [i for i in range(40) if i % 10 != 3]
+    assert [t.messages[-1]["content"] for t in result.trajectories] == [f"{i}" for i in range(40) if i % 10 != 3]
 
 
 # -- rewards ------------------------------------------------------------------------------------------------------

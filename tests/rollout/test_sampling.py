@@ -30,6 +30,8 @@ def test_uniforms_of_neighbouring_seeds_and_positions_fill_the_unit_interval_eve
     seeds, positions = torch.meshgrid(torch.arange(200), torch.arange(200), indexing="ij")
     u = uniforms(seeds.flatten(), positions.flatten())
     assert u.unique().numel() == u.numel()
+    assert u.min() >= 0
+    assert (u * 2.0**52).frac().eq(0).all()  # a coarser grid than float64's own, for the sake of `draw`
     counts = torch.histc(u.float(), bins=20, min=0, max=1)
     assert (counts - 2000).abs().max() < 5 * 2000**0.5  # five standard deviations
     grid = u.view(200, 200)
