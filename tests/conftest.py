@@ -1,5 +1,6 @@
 """A tiny random Qwen3 on disk, and batches for it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,9 @@ def write_model(directory: Path, *, seed: int = 0, **changes) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Writes another tiny model, its config changed by keywords; returns its directory."""
+    return lambda **changes: str(write_model(tmp_path_factory.mktemp("variant") / "model", **changes))

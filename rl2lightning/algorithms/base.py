@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
+from rl2lightning.algorithms.metrics import StepMetrics
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.build import full_weights, load_config, resolve_model
@@ -23,7 +24,7 @@ from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.types import SamplingParams, Sequences
 
 LossLevel = Literal["token", "sequence", "constant"]
-LossFn = Callable[[Sequences], tuple[Tensor, dict[str, Tensor]]]
+LossFn = Callable[[Sequences], tuple[Tensor, dict[str, Tensor]]]  # micro-batch -> loss [n], diagnostics
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,14 @@ class PostTrainingModule(L.LightningModule):
             part = seqs.select(indices) if indices else Sequences.dummy(seqs)
             yield pack(part, self.device, self.strategy.compute_dtype)
 
+    # ---- validation, test and prediction sample completions, which the RolloutCallback does before these are called
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
     # ---- one optimizer step
 
     def update(
@@ -216,52 +225,42 @@ class PostTrainingModule(L.LightningModule):
 
         Args:
             seqs: what to learn from; None or without actions: a step that changes nothing but is counted.
-            loss_fn: micro-batch -> unreduced loss [n] and diagnostics {name: [n]}, averaged with the same weights.
+            loss_fn: micro-batch -> unreduced loss [n] and diagnostics: [n] are averaged with the same weights, of
+                scalars the maximum is logged.
             level: token: mean over tokens. sequence: mean over sequences of their means. constant: sum over
                 (sequences * `length`).
         """
-        seqs = None if seqs is None else seqs.to("cpu")  # micro-batches are planned in host memory
+        if seqs is not None:
+            seqs = self.worth_a_pass(self._weighted(seqs.to("cpu"), level, length))  # planned in host memory
         self.num_tokens_in_step = 0 if seqs is None else seqs.num_tokens
         if seqs is None or not bool(seqs.action_mask.any()):
             self._step()  # gradients are None: nothing moves, but the step counts
             return
         assert self.policy is not None
-        weights = loss_weights(seqs.action_mask, seqs.sequence_ids, len(seqs), level=level, constant_length=length)
-        seqs = seqs.replace(weights=weights)
         plan = self.micro_batches(seqs, self.max_tokens_per_device)
-        sums: dict[str, Tensor] = {}
+        metrics = StepMetrics()
         for i, micro in enumerate(self.ready(seqs, plan)):
             with self.strategy.gradient_sync(self.policy, i == len(plan) - 1):
                 values, diagnostics = loss_fn(micro)
                 loss = (values * micro.weights).sum()
                 self.manual_backward(loss * self.strategy.gradient_scale)
-            self._accumulate(sums, micro, loss, diagnostics)
-        logged = self._reduce(sums)
+            metrics.add(loss, micro.weights, diagnostics)
+        logged = metrics.reduce(self.strategy)
         norm = self.strategy.clip_grad_norm(self.policy, self.max_grad_norm)
         self._step(finite=torch.isfinite(norm) & torch.isfinite(logged["loss"]))
         logged |= {"grad_norm": norm, "skipped_steps": self.guard.skipped}
         self.log_dict({f"train/{name}": x for name, x in logged.items() if name != "loss"}, batch_size=1)
         self.log("train/loss", logged["loss"], prog_bar=self.loss_in_progress_bar, batch_size=1)
 
+    def _weighted(self, seqs: Sequences, level: LossLevel, length: int | None = None) -> Sequences:
+        weights = loss_weights(seqs.action_mask, seqs.sequence_ids, len(seqs), level=level, constant_length=length)
+        return seqs.replace(weights=weights)
+
+    def worth_a_pass(self, seqs: Sequences) -> Sequences:
+        """The sequences of a step that can move the policy; their weights are those within the whole step."""
+        return seqs
+
     loss_in_progress_bar = True
-
-    def _accumulate(
-        self, sums: dict[str, Tensor], micro: Sequences, loss: Tensor, diagnostics: dict[str, Tensor]
-    ) -> None:
-        assert micro.weights is not None
-        values = {"loss": loss.detach(), "weight": micro.weights.sum()}
-        values |= {name: (x.detach() * micro.weights).sum() for name, x in diagnostics.items()}
-        for name, x in values.items():
-            sums[name] = sums[name] + x if name in sums else x
-
-    def _reduce(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Loss, and diagnostics as weighted means, over all micro-batches and processes: one small all-reduce."""
-        names = sorted(sums)
-        total = dict(
-            zip(names, self.strategy.sum_over_tokens(torch.stack([sums[n].float() for n in names])), strict=True)
-        )
-        weight = total.pop("weight")
-        return {name: x if name == "loss" else x / weight for name, x in total.items()}
 
     def _step(self, finite: Tensor | None = None) -> None:
         """Steps optimizer and schedule; a step with non-finite gradients is skipped on the device, without a wait."""
@@ -276,14 +275,13 @@ class PostTrainingModule(L.LightningModule):
     def evaluate(self, seqs: Sequences, loss_fn: LossFn, *, level: LossLevel = "token") -> dict[str, Tensor]:
         """Loss and diagnostics of `seqs` without gradients, reduced exactly as `update` does."""
         assert self.policy is not None
-        weights = loss_weights(seqs.action_mask, seqs.sequence_ids, len(seqs), level=level, constant_length=None)
-        seqs = seqs.replace(weights=weights)
-        sums: dict[str, Tensor] = {}
+        seqs = self._weighted(seqs.to("cpu"), level)
+        metrics = StepMetrics()
         with self.strategy.scoring(self.policy):
             for micro in self.ready(seqs, self.micro_batches(seqs, self.max_inference_tokens_per_device)):
                 values, diagnostics = loss_fn(micro)
-                self._accumulate(sums, micro, (values * micro.weights).sum(), diagnostics)
-        return self._reduce(sums)
+                metrics.add((values * micro.weights).sum(), micro.weights, diagnostics)
+        return metrics.reduce(self.strategy)
 
     def score(self, model: nn.Module, seqs: Sequences) -> Tensor:
         """Log-probs [N] of the actions of all `seqs` under `model`, on the CPU of every process, without gradients."""

@@ -14,6 +14,7 @@ from rl2lightning.policy_losses import (
     MismatchCorrection,
     PolicyLoss,
     PPOClip,
+    mismatch_max,
     mismatch_metrics,
 )
 from rl2lightning.types import PromptBatch, SamplingParams, Sequences
@@ -145,13 +146,20 @@ class GRPO(PostTrainingModule):
         parts = torch.arange(len(experience)).tensor_split(self.updates_per_rollout)
         return experience.select(parts[step]) if len(parts[step]) else None
 
+    def worth_a_pass(self, seqs: Sequences) -> Sequences:
+        """Without KL and entropy terms, a sequence whose advantages are all 0 has loss 0: no forward is spent on it."""
+        if self.kl.coef and self.kl.place == "loss" or self.entropy_coef or self.log_entropy:
+            return seqs
+        assert seqs.advantages is not None
+        return seqs.select((seqs.sum_per_sequence(seqs.advantages.abs()) > 0).nonzero().flatten())
+
     def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Unreduced loss [n] of a micro-batch and what is logged of it; override it to try another."""
         logps, entropy = self.logps(seqs, entropy=bool(self.entropy_coef) or self.log_entropy)
         loss, logged = self.policy_loss(logps, seqs)
         old_logps = logps.detach() if seqs.old_logps is None else seqs.old_logps  # on-policy: one forward is enough
         if seqs.rollout_logps is not None:
-            logged |= mismatch_metrics(old_logps, seqs)
+            logged |= mismatch_metrics(old_logps, seqs) | {"mismatch_max": mismatch_max(old_logps, seqs)}
             if self.mismatch is not None:
                 loss = loss * self.mismatch(old_logps, seqs)
         if self.kl.coef and self.kl.place == "loss":

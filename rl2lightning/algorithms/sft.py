@@ -25,7 +25,7 @@ class SFT(PostTrainingModule):
         if loss_level == "constant":
             raise ValueError("loss_level='constant' has no meaning for SFT: use 'token' or 'sequence'")
         self.loss_level: LossLevel = loss_level
-        self.val_loss = MeanMetric(sync_on_compute=False)  # what it is given is global already
+        self.held_out_loss = MeanMetric(sync_on_compute=False)  # what it is given is global already
 
     def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         logps, _ = self.logps(seqs)
@@ -35,9 +35,15 @@ class SFT(PostTrainingModule):
         self.update(self.strategy.gather_sequences(batch.sequences), self.loss, level=self.loss_level)
 
     def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "val/loss")
+
+    def test_step(self, batch: ChatBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "test/loss")
+
+    def _evaluate(self, batch: ChatBatch, name: str) -> None:
         seqs = self.strategy.gather_sequences(batch.sequences)
         if seqs is None:
             return
         loss = self.evaluate(seqs, self.loss, level=self.loss_level)["loss"]
-        self.val_loss.update(loss, weight=int(seqs.action_mask.sum()) if self.loss_level == "token" else len(seqs))
-        self.log("val/loss", self.val_loss, batch_size=1, prog_bar=True)
+        self.held_out_loss.update(loss, weight=int(seqs.action_mask.sum()) if self.loss_level == "token" else len(seqs))
+        self.log(name, self.held_out_loss, batch_size=1, prog_bar=True)

@@ -36,7 +36,10 @@ class Samples(L.Callback):
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._shown += batch.trajectories[: self.num_samples - len(self._shown)]
+        wanted = self.num_samples - len(self._shown)
+        if wanted > 0 and batch.trajectories:
+            stride = max(1, len(batch.trajectories) // wanted)  # neighbours in a data set are often alike
+            self._shown += batch.trajectories[::stride][:wanted]
         self._save(trainer, "val", batch)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:

@@ -48,6 +48,7 @@ class Policy(nn.Module):
             seqs.input_ids[layout.actions],
             temperature=temperature,
             entropy=entropy,
+            fuse=hidden.is_cuda,
             softcap=getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None),
         )
         num_tokens = seqs.num_tokens
