@@ -14,16 +14,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from rl2lightning.algorithms.base import PostTrainingModule
+from rl2lightning.algorithms.base import PostTrainingModule  # brings the strategy `fsdp2_tp` with it
 from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
 from rl2lightning.export import export
-from rl2lightning.parallel.strategy import register_strategies
 from rl2lightning.suggest import suggest
-
-register_strategies()
 
 
 class Trainer(L.Trainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 
@@ -13,3 +14,14 @@ def varlen_gqa_kwargs() -> dict[str, Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def ignore_misplaced_advice() -> None:
+    """Warnings of Lightning 2.6 about what is meant. Remove each when Lightning says so no more.
+
+    At the first `every_n_train_steps` checkpoint under manual optimization it advises to store the weights from before
+    the step; ours are those after it, which `global_step` counts. And it asks whether no validation data was intended
+    where a data module hands out an empty list, which is how one says that it was.
+    """
+    warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train_steps")
+    warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")

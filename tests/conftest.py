@@ -46,3 +46,31 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Writes another tiny model, its config changed by keywords; returns its directory."""
     return lambda **changes: str(write_model(tmp_path_factory.mktemp("variant") / "model", **changes))
+
+
+TASK = """
+PROBLEMS = [(a, b) for a in range(8) for b in range(8)]
+
+
+def prompts():
+    return [{"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in PROBLEMS]
+
+
+def conversations():
+    rows = prompts()
+    return [{**row, "messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]} for row in rows]
+
+
+def reward_fn(messages, answer):
+    # share of even characters: varied among the samples of a model that knows nothing yet
+    text = messages[-1]["content"]
+    return sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1)
+"""
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python file with 64 additions as `prompts` and `conversations`, and a reward that random weights can earn."""
+    path = tmp_path_factory.mktemp("task") / "task.py"
+    path.write_text(TASK)
+    return str(path)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.algorithms.metrics import StepMetrics
+from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.build import full_weights, load_config, resolve_model
@@ -132,6 +133,7 @@ class PostTrainingModule(L.LightningModule):
         return resolve_model(self.model_path, weights=not self.random_init)
 
     def configure_model(self) -> None:
+        ignore_misplaced_advice()
         if self.policy is None:  # Lightning calls this again for every fit, validate, …
             self.policy = self.build_policy(trainable=True)
             num_parameters = sum(p.numel() for p in self.policy.parameters())

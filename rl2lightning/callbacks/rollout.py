@@ -229,8 +229,8 @@ class RolloutCallback(L.Callback):
                 logger.log_metrics(named, step=trainer.global_step)
             return
         shown = (f"{prefix}/accuracy", f"{prefix}/reward")
-        self.log_dict({name: x for name, x in named.items() if name not in shown}, batch_size=1)
-        self.log_dict({name: named[name] for name in shown if name in named}, prog_bar=True, batch_size=1)
+        for name, x in named.items():  # global already; Lightning asks for `sync_dist` all the same
+            self.log(name, x, prog_bar=name in shown, batch_size=1, sync_dist=True)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -107,14 +107,27 @@ def load_weights(lm: PreTrainedModel, directory: str) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     state = {name: p.detach() for name, p in lm.named_parameters()}  # tied weights once
-    reader = HuggingFaceStorageReader(directory)
-    stored = set(reader.read_metadata().state_dict_metadata)
-    if missing := sorted(set(state) - stored):
-        raise ValueError(
-            f"'{directory}' lacks {len(missing)} of the weights of {type(lm).__name__}, such as '{missing[0]}'; "
-            "it may hold another architecture than its config.json names"
-        )
+    stored = HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
+    _check_stored(lm, {name: getattr(item, "size", None) for name, item in stored.items()}, directory)
     dcp.load(state, storage_reader=HuggingFaceStorageReader(directory))
+
+
+def _check_stored(lm: PreTrainedModel, shapes: dict[str, Any], directory: str) -> None:
+    """Whether a directory's weights are those of the model, before any of them is read."""
+    kind = type(lm).__name__
+    hint = "it may hold another architecture than its config.json names"
+    parameters = dict(lm.named_parameters())
+    if missing := sorted(set(parameters) - set(shapes)):
+        raise ValueError(f"'{directory}' lacks {len(missing)} of the weights of {kind}, such as '{missing[0]}'; {hint}")
+    if odd := sorted(name for name, p in parameters.items() if p.shape != shapes[name]):
+        raise ValueError(
+            f"'{odd[0]}' has the shape {list(shapes[odd[0]])} in '{directory}' and {list(parameters[odd[0]].shape)} in "
+            f"{kind}; {hint}"
+        )
+    if unused := sorted(set(shapes) - set(lm.state_dict())):
+        from lightning.pytorch.utilities import rank_zero_warn
+
+        rank_zero_warn(f"'{directory}' holds {len(unused)} weights that {kind} has no place for, such as '{unused[0]}'")
 
 
 def init_weights(lm: PreTrainedModel, config: PretrainedConfig, seed: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,9 @@ def load_full_weights(path: Path, prefix: str) -> dict[str, Tensor]:
     }
     if not state:
         raise ValueError(f"checkpoint '{path}' holds no weights named '{prefix}*'")
-    dcp.load(state, storage_reader=dcp.FileSystemReader(str(path / "dcp")), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as `no_dist` says
+        dcp.load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix(key): x for name, x in state.items()}
 
 

@@ -275,7 +275,5 @@ def _unwrap(optimizer: Any) -> Any:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def register_strategies() -> None:
-    """Makes `--trainer.strategy fsdp2_tp` work."""
-    if "fsdp2_tp" not in StrategyRegistry:
-        StrategyRegistry.register("fsdp2_tp", FSDP2TPStrategy, description="FSDP2 with replicas (and TP to come)")
+if "fsdp2_tp" not in StrategyRegistry:  # `--trainer.strategy fsdp2_tp`
+    StrategyRegistry.register("fsdp2_tp", FSDP2TPStrategy, description="FSDP2 with replicas")

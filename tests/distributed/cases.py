@@ -31,6 +31,19 @@ def batch(lengths: list[int], seed: int = 0) -> Sequences:
     return Sequences.from_lists(ids, masks, groups, rewards=rewards, rollout_logps=logps)
 
 
+class Steps:
+    """A sized loader that hands out the same batch."""
+
+    def __init__(self, batch, num_steps: int) -> None:
+        self.batch, self.num_steps = batch, num_steps
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self):
+        return iter([self.batch] * self.num_steps)
+
+
 class Share(L.LightningDataModule):
     """One global batch a step, of which each data rank gets a contiguous share, possibly empty."""
 
@@ -43,7 +56,7 @@ class Share(L.LightningDataModule):
         mine = torch.arange(len(self.seqs)).tensor_split(size)[rank]
         seqs = self.seqs.select(mine) if len(mine) else None
         batch = ChatBatch(seqs, []) if self.kind is ChatBatch else PromptBatch([], [], rollout=seqs)
-        return torch.utils.data.DataLoader([batch] * self.steps, batch_size=None)
+        return Steps(batch, self.steps)
 
 
 class Record(L.Callback):

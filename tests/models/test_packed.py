@@ -121,7 +121,9 @@ def test_no_sequence_sees_another() -> None:
     changed = seqs.replace(input_ids=seqs.input_ids.clone())
     changed.input_ids[6:13] = torch.randint(1, 61, (7,), generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
-        before, after = (policy(pack(s, torch.device("cpu"), torch.float32), temperature=1.0)[0] for s in (seqs, changed))
+        before, after = (
+            policy(pack(s, torch.device("cpu"), torch.float32), temperature=1.0)[0] for s in (seqs, changed)
+        )
     others = torch.ones(33, dtype=torch.bool)
     others[6:13] = False
     torch.testing.assert_close(after[others], before[others], rtol=0, atol=1e-6)
