@@ -301,7 +301,7 @@ class ChatBatch:
 class PromptBatch:
     """One optimizer step of a rollout algorithm; the prompts come with the first step of each rollout.
 
-    `rollout` and `trajectories` are filled in by the RolloutCallback.
+    `rollout`, `trajectories` and `rolled_out` are filled in by the RolloutCallback.
     """
 
     rows: list[Row]  # this rank's contiguous share of the rollout's prompts; empty past the first step
@@ -309,6 +309,7 @@ class PromptBatch:
     step_of_rollout: int = 0
     rollout: Sequences | None = None  # this rank's sequences
     trajectories: list[Trajectory] = field(default_factory=list)
+    rolled_out: bool = False  # the rows were played; `rollout` is None all the same where every sample was dropped
 
     @property
     def first_of_rollout(self) -> bool:

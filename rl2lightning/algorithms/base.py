@@ -22,7 +22,7 @@ from rl2lightning.models.build import full_weights, load_config, resolve_model
 from rl2lightning.models.packed import pack
 from rl2lightning.models.policy import Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
-from rl2lightning.types import SamplingParams, Sequences
+from rl2lightning.types import PromptBatch, SamplingParams, Sequences, Trajectory
 
 LossLevel = Literal["token", "sequence", "constant"]
 LossFn = Callable[[Sequences], tuple[Tensor, dict[str, Tensor]]]  # micro-batch -> loss [n], diagnostics
@@ -213,7 +213,9 @@ class PostTrainingModule(L.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Trajectory]:
+        require_rollout(batch)
+        return batch.trajectories
 
     # ---- one optimizer step
 
@@ -301,3 +303,9 @@ class PostTrainingModule(L.LightningModule):
                 tokens = starts[indices].repeat_interleave(lengths) + offsets
                 out[tokens.to(self.device)] = logps
         return self.strategy.sum_over_data(out).cpu()  # every token was scored by one data rank
+
+
+def require_rollout(batch: PromptBatch) -> None:
+    """An error where prompts arrive as they are: nobody has played them, so nothing would happen."""
+    if batch.rows and not batch.rolled_out and batch.rollout is None:
+        raise ValueError("prompts came without completions: add rl2lightning.RolloutCallback to trainer.callbacks")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl2lightning.algorithms.base import LossLevel, PostTrainingModule
+from rl2lightning.algorithms.base import LossLevel, PostTrainingModule, require_rollout
 from rl2lightning.estimators import AdvantageEstimator, GroupRelative
 from rl2lightning.policy_losses import (
     KLPenalty,
@@ -101,6 +101,7 @@ class GRPO(PostTrainingModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.first_of_rollout:
+            require_rollout(batch)
             self.experience = self.learn_from(self.strategy.gather_sequences(batch.rollout))
         share = self.share(self.experience, batch.step_of_rollout)
         self.update(share, self.loss, level=self.loss_level, length=self.loss_length)

@@ -152,7 +152,7 @@ class RolloutCallback(L.Callback):
         if self.dynamic_sampling:
             trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
         self.engine.sleep()
-        batch.trajectories = trajectories
+        batch.trajectories, batch.rolled_out = trajectories, True
         if trajectories:
             batch.rollout = Sequences.from_trajectories(trajectories, temperature=pl_module.sampling.temperature)
         logged = metrics.reduce(trainer.strategy.gather_objects)
@@ -218,6 +218,8 @@ class RolloutCallback(L.Callback):
         result = self.loop.run(jobs, pl_module.eval_sampling, seed=self.seed)
         self.engine.sleep()
         batch.trajectories = result.trajectories
+        if isinstance(batch, PromptBatch):
+            batch.rolled_out = True
         self._evaluation.add(result)
 
     def _log_evaluation(self, trainer: L.Trainer, prefix: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rl2lightning.data.chat import load_tokenizer
@@ -106,7 +107,8 @@ class RowDataModule(L.LightningDataModule):
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        if not len(self.val_split) and not self._trainer.validating:
+        # `trainer.validating` would not tell: a fit sets it too, while it prepares its validation loop
+        if not len(self.val_split) and self._trainer.state.fn == TrainerFn.FITTING:
             return []  # fit without validation, which val_ratio=0 asks for
         return self._held_out(self._encoder)
 

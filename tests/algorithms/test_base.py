@@ -108,3 +108,13 @@ def test_the_held_out_loss_is_the_mean_over_all_held_out_tokens(tiny_model: str,
 def test_a_constant_level_has_no_meaning_for_sft(tiny_model: str) -> None:
     with pytest.raises(ValueError, match="loss_level='constant' has no meaning for SFT"):
         SFT(tiny_model, loss_level="constant")
+
+
+def test_a_run_without_held_out_rows_trains_without_a_sanity_check_too(
+    tiny_model: str, task: str, tmp_path: Path
+) -> None:
+    trainer = trainer_for(tmp_path, max_steps=2, num_sanity_val_steps=0)
+    trainer.fit(SFT(tiny_model), datamodule=data_for(task))
+    assert trainer.global_step == 2
+    with pytest.raises(ValueError, match=r"no held-out rows: set data\.val_path or data\.val_ratio"):
+        trainer_for(tmp_path).validate(SFT(tiny_model), datamodule=data_for(task))

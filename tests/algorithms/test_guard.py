@@ -107,7 +107,10 @@ class Record(L.Callback):
 
 def fit(model: str, task: str, root: Path, bad_steps: tuple[int, ...], *, steps: int, **settings) -> tuple:
     module = Faulty(
-        model, optimizer=OptimizerConfig(lr=1e-2, schedule="linear", warmup_ratio=0.0), max_tokens_per_device=100, **settings
+        model,
+        optimizer=OptimizerConfig(lr=1e-2, schedule="linear", warmup_ratio=0.0),
+        max_tokens_per_device=100,
+        **settings,
     )
     module.bad_steps = bad_steps
     record = Record()
@@ -141,6 +144,7 @@ def test_a_non_finite_step_is_counted_and_moves_nothing(
     assert record.learning_rates == pytest.approx([0.0075, 0.005, 0.0025, 0.0])  # the schedule goes on
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # the resumed run writes elsewhere
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint(tiny_model: str, task: str, tmp_path: Path) -> None:
     trainer, module, data, record = fit(tiny_model, task, tmp_path, (2, 3, 4, 5), steps=7, max_nonfinite_steps=3)
     with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):

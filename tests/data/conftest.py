@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+from lightning.pytorch.trainer.states import TrainerFn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +102,7 @@ def make_trainer(tokenizer_path):
             lightning_module=SimpleNamespace(tokenizer_path=tokenizer_path, updates_per_rollout=updates_per_rollout),
             global_step=0,
             overfit_batches=0.0,
-            validating=validating,
+            state=SimpleNamespace(fn=TrainerFn.VALIDATING if validating else TrainerFn.FITTING),
         )
 
     return make
