@@ -104,7 +104,7 @@ class SaveResolvedConfig(SaveConfigCallback):
         path = Path(log_dir) / "config.yaml"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.parser.dump(self.config, skip_none=False))
+            path.write_text(self.parser.dump(self.config, skip_unset=False))
         rank_zero_info(f"run directory: {log_dir}")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):

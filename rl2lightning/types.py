@@ -99,6 +99,10 @@ class Trajectory:
     def num_actions(self) -> int:
         return sum(self.action_mask)
 
+    def to(self, device: torch.device | str) -> Trajectory:
+        """Itself: it holds no tensors. Spares what `predict` returns Lightning's search through every list of tokens."""
+        return self
+
 
 # [N] fields of Sequences that a step may or may not have
 _TOKEN_FIELDS = (

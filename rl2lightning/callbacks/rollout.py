@@ -220,7 +220,8 @@ class RolloutCallback(L.Callback):
         batch.trajectories = result.trajectories
         if isinstance(batch, PromptBatch):
             batch.rolled_out = True
-        self._evaluation.add(result)
+        if not trainer.predicting:  # nobody asks for the mean of those
+            self._evaluation.add(result)
 
     def _log_evaluation(self, trainer: L.Trainer, prefix: str) -> None:
         values = self._evaluation.reduce(trainer.strategy.gather_objects)

@@ -80,6 +80,11 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
         return self._process_group_backend or default
 
+    def _configure_launcher(self) -> None:
+        # one process alone has no others to launch, and with a launcher Lightning refuses to run in a notebook
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()

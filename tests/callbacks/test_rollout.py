@@ -137,7 +137,9 @@ def test_metrics_are_means_over_the_trajectories(make_trainer, grpo, prompts) ->
     assert metrics["rollout/score/length"] == pytest.approx(-sum(lengths) / 160)
     assert metrics["rollout/response_length"] == pytest.approx(sum(lengths) / 16)
     assert metrics["rollout/reward"] == pytest.approx(mean)
-    assert metrics["rollout/reward_std"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in totals) / 16), rel=1e-5)
+    assert metrics["rollout/reward_std"] == pytest.approx(
+        math.sqrt(sum((x - mean) ** 2 for x in totals) / 16), rel=1e-5
+    )
     assert metrics["rollout/accuracy"] == sum(d >= 2 for d in found) / 16  # by the first reward alone
     assert metrics["rollout/truncated"] == sum(t.truncated for t in trajectories) / 16
     assert metrics["rollout/turns"] == 1
@@ -197,9 +199,7 @@ def test_a_run_in_which_all_rewards_are_equal_ends_and_says_so(
     make_trainer, grpo, prompts, caplog: pytest.LogCaptureFixture
 ) -> None:
     batches, data = Batches(), prompts()
-    trainer = make_trainer(
-        RolloutCallback(rewards=[flat], dynamic_sampling=True, max_refills=3), batches, max_steps=50
-    )
+    trainer = make_trainer(RolloutCallback(rewards=[flat], dynamic_sampling=True, max_refills=3), batches, max_steps=50)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         trainer.fit(grpo(), datamodule=data)
     assert "every group of 4 prompts and 3 refills had equal rewards" in caplog.text

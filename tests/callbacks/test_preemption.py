@@ -1,0 +1,127 @@
+"""A run that is told to stop ends its step, leaves a checkpoint, and goes on from there as if nothing had been."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from rl2lightning import Preemption, RolloutCallback
+from rl2lightning.cli import CLI
+
+COMMON = [
+    "--model=rl2lightning.GRPO",
+    "--model.optimizer={lr: 1.0e-3, schedule: constant, warmup_ratio: 0.0}",
+    "--model.sampling.max_tokens=4",
+    "--model.samples_per_prompt=2",
+    "--data=rl2lightning.PromptDataModule",
+    "--data.prompts_per_rollout=2",
+    "--data.val_ratio=0.0",
+    "--trainer.accelerator=cpu",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.callbacks+=RolloutCallback",
+    "--samples.save_rollouts=true",
+]
+
+
+def arguments(model: str, task: str, root: Path, *more: str) -> list[str]:
+    own = [f"--model.model={model}", f"--data.path=prompts@{task}", f"--trainer.default_root_dir={root}"]
+    return ["fit", *COMMON, *own, f"--trainer.callbacks.environment={task}", *more]
+
+
+def rollouts(run: Path) -> dict[int, str]:
+    """What was generated in each training step, to the letter."""
+    return {int(p.name[10:16]): p.read_text() for p in run.glob("rollouts/train-step*")}
+
+
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(
+    tiny_model: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs/version_0"
+    command = arguments(tiny_model, task, tmp_path / "runs", "--trainer.max_steps=100000")
+    inherited = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"}
+    environment = {k: v for k, v in os.environ.items() if k not in inherited} | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "rl2lightning", *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        deadline = time.monotonic() + 120
+        while len(rollouts(run)) < 3:
+            assert process.poll() is None, process.stdout.read().decode()[-4000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, output[-4000:]
+    assert "Traceback" not in output
+    path = run / "checkpoints/interrupted.ckpt"
+    assert f"go on with --ckpt_path {path}" in output
+    done = rollouts(run)
+    step = torch.load(path / "meta.pt", weights_only=True)["global_step"]
+    assert sorted(done) == list(range(1, step + 1))
+
+    monkeypatch.setattr(sys, "argv", ["rl2lightning"])
+    limit = f"--trainer.max_steps={step + 3}"
+    with pytest.warns(UserWarning, match="The dirpath has changed"):
+        CLI(arguments(tiny_model, task, tmp_path / "runs", limit, f"--ckpt_path={path}"))
+    CLI(arguments(tiny_model, task, tmp_path / "whole", limit))
+    resumed, whole = rollouts(tmp_path / "runs/version_1"), rollouts(tmp_path / "whole/version_0")
+    assert done | resumed == whole
+    assert sorted(resumed) == [step + 1, step + 2, step + 3]
+    assert len(set(whole.values())) == step + 3
+
+
+class Send(L.Callback):
+    """Sends this process a signal in the middle of a step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def varied(trajectory) -> float:
+    return float(trajectory.sample_id)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_fit_after_its_step(make_trainer, grpo, prompts, tmp_path: Path, number: int) -> None:
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    preemption = Preemption()
+    trainer = make_trainer(Send(number, 1), preemption, RolloutCallback(rewards=[varied]), max_steps=10)
+    trainer.fit(grpo(), datamodule=prompts())
+    assert trainer.global_step == 2
+    assert preemption.received == number
+    meta = torch.load(tmp_path / "checkpoints/interrupted.ckpt/meta.pt", weights_only=True)
+    assert meta["global_step"] == 2
+    assert {n: signal.getsignal(n) for n in before} == before
+
+
+def test_a_second_ctrl_c_stops_at_once(make_trainer, grpo, prompts, tmp_path: Path) -> None:
+    sends = Send(signal.SIGINT, 1), Send(signal.SIGINT, 1)
+    trainer = make_trainer(*sends, Preemption(), RolloutCallback(rewards=[varied]), max_steps=10)
+    with pytest.raises(SystemExit):
+        trainer.fit(grpo(), datamodule=prompts())
+    assert trainer.global_step == 1
+    assert not (tmp_path / "checkpoints").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_preemption_signals_are_left_to_lightning(make_trainer, grpo, prompts) -> None:
+    handlers = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    make_trainer(Preemption(enabled=False), Look(), RolloutCallback(rewards=[varied])).fit(grpo(), datamodule=prompts())
+    assert handlers == [signal.default_int_handler]
