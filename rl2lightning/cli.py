@@ -19,8 +19,9 @@ from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
+from rl2lightning.compat import quiet_upstream_warnings
 from rl2lightning.export import export
-from rl2lightning.suggest import suggest
+from rl2lightning.suggest import shorten, suggest
 
 
 class Trainer(L.Trainer):
@@ -112,10 +113,14 @@ class SaveResolvedConfig(SaveConfigCallback):
 
 
 class Parser(LightningArgumentParser):
-    """Names the key that was probably meant when one is misspelt."""
+    """Names the key that was probably meant when one is misspelt, and takes no abbreviated ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> Any:  # type: ignore[override]
-        super().error(message + suggest(message, self), ex)
+        message = suggest(message, self)
+        super().error(shorten(message) if self.exit_on_error else message, ex)  # inner parsers raise to the outer one
 
 
 class CLI(LightningCLI):
@@ -189,6 +194,7 @@ class CLI(LightningCLI):
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line; an error of the user's is one sentence, not a traceback."""
+    quiet_upstream_warnings()
     try:
         CLI(args=args)
     except ValueError as error:

@@ -1,46 +1,97 @@
-"""What a misspelt configuration key was probably meant to be."""
+"""What a misspelt configuration key was probably meant to be, and the one line of a parser's error that says it."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
-import importlib
 import inspect
+import pkgutil
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+_MARK = "; did you mean"
+_UNKNOWN_KEY = (
+    r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'",
+    r"Option '(?P<key>[\w.]+)' is not accepted",
+    r"unrecognized arguments: --(?P<key>[\w.]+)\S*",
+)
+_UNKNOWN_CLASS = (
+    r"module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'",
+    r"Expected a dot import path string: (?P<name>\w+)",
+)
+_TELLING = "Got value:|not correspond to a subclass|arguments are required|has no attribute|No module named"
+
 
 def suggest(message: str, parser: ArgumentParser) -> str:
-    """A "did you mean" sentence for a parser's error message about an unknown key, or nothing.
+    """The message, with "did you mean" behind the first unknown key or class that resembles a known one.
 
-    Candidates are the parser's own keys and the arguments of every class that the message names.
+    Example: "Option 'sample_per_prompt' is not accepted" of the parser for GRPO's arguments becomes "Option
+    'sample_per_prompt' is not accepted; did you mean 'samples_per_prompt'?".
     """
-    unknown = re.findall(r"(?:[Kk]ey|[Oo]ption|arguments?):?\s+['\"]?-*([\w.]+)", message)
-    if not unknown or not re.search(r"not expected|not accepted|unrecognized|does not|Unknown", message, re.IGNORECASE):
-        return ""
-    candidates = set(_parser_keys(parser)) | set(_class_arguments(message))
-    for key in unknown:
-        leaf = key.rsplit(".", 1)[-1]
-        leaves = {c.rsplit(".", 1)[-1] for c in candidates} - {leaf}
-        if close := difflib.get_close_matches(leaf, sorted(leaves), n=1, cutoff=0.6):
-            return f"\n  '{leaf}' is not known here: did you mean '{close[0]}'?"
-    return ""
+    if _MARK in message:
+        return message  # the parser of the class in question, further in, knew more than this one
+    for pattern in _UNKNOWN_KEY:
+        for match in re.finditer(pattern, message):
+            names = match.groupdict()
+            key = ".".join(name for name in (names.get("group"), names["key"]) if name)
+            if close := _similar_key(key, set(_keys(parser))):
+                return f"{message[: match.end()]}{_MARK} '{close}'?{message[match.end() :]}"
+    for pattern in _UNKNOWN_CLASS:
+        for match in re.finditer(pattern, message):
+            names = match.groupdict()
+            if close := difflib.get_close_matches(names["name"], _class_names(names.get("module")), n=1):
+                return f"{message[: match.end()]}{_MARK} '{close[0]}'?{message[match.end() :]}"
+    return message
 
 
-def _parser_keys(parser: ArgumentParser) -> Iterator[str]:
+def shorten(message: str) -> str:
+    """The line that says what is wrong, with the class and key it is about, where there is no doubt which one it is.
+
+    A parser that was offered a union of types reports on each of them, and prints the value it was given.
+    """
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    telling = [i for i, line in enumerate(lines) if _MARK in line][:1]
+    telling = telling or [i for i, line in enumerate(lines) if re.search(_TELLING, line)]
+    if len(telling) != 1:
+        return message
+    first = telling[0]
+    owners = [m[1] for line in lines[:first] if (m := re.match(r"Problem with given class_path '([\w.]+)'", line))]
+    keys = [m[1] for m in [re.match(r'Parser key "([\w.]+)"', lines[first - 1])] if first and m]
+    return ": ".join([*owners[-1:], *keys, lines[first]])
+
+
+def _keys(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Dotted names of all arguments, those of the subcommands too."""
     for action in parser._actions:
-        yield action.dest
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from _keys(subparser)
+        else:
+            yield action.dest
 
 
-def _class_arguments(message: str) -> Iterator[str]:
-    for path in re.findall(r"[\w]+(?:\.[\w]+)+", message):
-        module, _, name = path.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(module), name, None)
-        except ImportError:
+def _similar_key(key: str, known: Iterable[str]) -> str | None:
+    """`key` with its first unknown part replaced by the closest of what could stand there, or by a key of that name."""
+    parts, paths = key.split("."), [name.split(".") for name in known]
+    for depth, part in enumerate(parts):
+        siblings = {path[depth] for path in paths if len(path) > depth and path[:depth] == parts[:depth]}
+        if part in siblings:
             continue
-        for cls in inspect.getmro(found) if inspect.isclass(found) else ():
-            yield from inspect.signature(cls.__init__).parameters
+        if close := difflib.get_close_matches(part, sorted(siblings | {"class_path", "init_args"}), n=1):
+            return ".".join([*parts[:depth], close[0]])
+        break
+    return next((name for name in sorted(known) if name.endswith(f".{parts[-1]}")), None)  # at the wrong place
+
+
+def _class_names(module: str | None) -> list[str]:
+    """What a module offers; without one, our classes and Lightning's callbacks, which may go by their short names."""
+    if module is not None:
+        found = sys.modules[module]
+        return [*dir(found), *(m.name for m in pkgutil.iter_modules(getattr(found, "__path__", ())))]
+    loaded = [m for name, m in sys.modules.items() if name.startswith(("rl2lightning.", "lightning.pytorch.callbacks"))]
+    return sorted({name for m in loaded for name, x in vars(m).items() if inspect.isclass(x)})

@@ -47,7 +47,9 @@ class Samples(L.Callback):
         if not shown or not trainer.is_global_zero:
             return
         rows = [self._row(t) for t in shown]
-        print(f"\nstep {trainer.global_step}: sample completions\n{format_table(_COLUMNS, rows)}\n", flush=True)
+        bar = trainer.progress_bar_callback
+        show = print if bar is None or bar.is_disabled else bar.print  # above the bar, not into it
+        show(f"\nstep {trainer.global_step}: sample completions\n{format_table(_COLUMNS, rows)}\n")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_table("val/samples", columns=list(_COLUMNS), data=rows, step=trainer.global_step)

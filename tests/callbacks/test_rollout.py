@@ -287,6 +287,20 @@ def test_predictions_are_one_line_per_held_out_row(make_trainer, grpo, prompts, 
     assert [t.messages for batch in returned for t in batch] == [r["messages"] for r in records]
 
 
+def test_predictions_do_not_count_in_a_later_validation(make_trainer, grpo, prompts) -> None:
+    reward = 1.0
+
+    def constant() -> float:
+        return reward
+
+    module, data = grpo(), prompts(val_ratio=0.2)
+    trainer = make_trainer(RolloutCallback(rewards=[constant]))
+    trainer.predict(module, datamodule=data)
+    reward = 0.0
+    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert metrics["val/reward"] == 0.0
+
+
 def test_prompts_that_nobody_plays_are_an_error(make_trainer, grpo, prompts) -> None:
     with pytest.raises(ValueError, match=r"add rl2lightning\.RolloutCallback to trainer\.callbacks"):
         make_trainer().fit(grpo(), datamodule=prompts())

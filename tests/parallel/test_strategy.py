@@ -1,0 +1,12 @@
+import lightning as L
+import pytest
+
+from rl2lightning import FSDP2TPStrategy
+
+
+def test_one_process_needs_no_launcher_and_so_runs_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # set where something else has launched the processes
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    assert L.Trainer(strategy=FSDP2TPStrategy(), devices=2, **settings).strategy.launcher is not None
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    assert L.Trainer(strategy=FSDP2TPStrategy(), devices=1, **settings).strategy.launcher is None
