@@ -19,7 +19,6 @@ from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
-from rl2lightning.compat import quiet_upstream_warnings
 from rl2lightning.export import export
 from rl2lightning.suggest import shorten, suggest
 
@@ -194,7 +193,6 @@ class CLI(LightningCLI):
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line; an error of the user's is one sentence, not a traceback."""
-    quiet_upstream_warnings()
     try:
         CLI(args=args)
     except ValueError as error:

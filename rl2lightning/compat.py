@@ -21,7 +21,9 @@ def ignore_misplaced_advice() -> None:
 
     At the first `every_n_train_steps` checkpoint under manual optimization it advises to store the weights from before
     the step; ours are those after it, which `global_step` counts. And it asks whether no validation data was intended
-    where a data module hands out an empty list, which is how one says that it was.
+    where a data module hands out an empty list, which is how one says that it was. On torch 2.13 it warns of a class of
+    torch's that it uses itself.
     """
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.. is deprecated")
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train_steps")
     warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")

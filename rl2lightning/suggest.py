@@ -57,6 +57,8 @@ def shorten(message: str) -> str:
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     telling = [i for i, line in enumerate(lines) if _MARK in line][:1]
     telling = telling or [i for i, line in enumerate(lines) if re.search(_TELLING, line)]
+    if not telling and "Errors:" in lines[:-1]:  # what a class raised when it was made: the first type is the likeliest
+        telling = [len(lines) - lines[::-1].index("Errors:")]
     if len(telling) != 1:
         return message
     first = telling[0]

@@ -100,7 +100,7 @@ class Trajectory:
         return sum(self.action_mask)
 
     def to(self, device: torch.device | str) -> Trajectory:
-        """Itself: it holds no tensors. Spares what `predict` returns Lightning's search through every list of tokens."""
+        """Itself: it holds no tensors. Spares Lightning a search through the lists of what `predict` returns."""
         return self
 
 

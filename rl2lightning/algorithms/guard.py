@@ -60,7 +60,8 @@ class NonFiniteGuard:
             return
         if self._counts.is_cuda:
             self._seen = torch.empty(2, pin_memory=True).copy_(self._counts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            event = torch.cuda.Event()
+            event.record()
+            self._event = event
         else:
             self._seen = self._counts
