@@ -21,6 +21,7 @@ from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
 from rl2lightning.export import export
 from rl2lightning.suggest import shorten, suggest
+from rl2lightning.types import NonFiniteError
 
 
 class Trainer(L.Trainer):
@@ -115,11 +116,14 @@ class Parser(LightningArgumentParser):
     """Names the key that was probably meant when one is misspelt, and takes no abbreviated ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, "prog": "rl2lightning", **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> Any:  # type: ignore[override]
         message = suggest(message, self)
-        super().error(shorten(message) if self.exit_on_error else message, ex)  # inner parsers raise to the outer one
+        if not self.exit_on_error:  # an inner parser, which raises to the outer one
+            super().error(message, ex)
+        prog = getattr(ex, "subcommand_parser", self).prog.replace(" [options]", "")
+        self.exit(2, f"{prog}: error: {shorten(message)}\n({prog} --help lists all settings)\n")
 
 
 class CLI(LightningCLI):
@@ -195,7 +199,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line; an error of the user's is one sentence, not a traceback."""
     try:
         CLI(args=args)
-    except ValueError as error:
+    except (ValueError, NonFiniteError) as error:
         if os.environ.get("RL2LIGHTNING_TRACEBACK"):
             raise
-        sys.exit(f"rl2lightning: error: {error}\n(RL2LIGHTNING_TRACEBACK=1 shows where it was raised)")
+        sys.exit(f"rl2lightning: error: {shorten(str(error))}\n(RL2LIGHTNING_TRACEBACK=1 shows where it was raised)")

@@ -250,6 +250,7 @@ class PostTrainingModule(L.LightningModule):
                 self.manual_backward(loss * self.strategy.gradient_scale)
             metrics.add(loss, micro.weights, diagnostics)
         logged = metrics.reduce(self.strategy)
+        logged["learning_rate"] = torch.tensor(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
         norm = self.strategy.clip_grad_norm(self.policy, self.max_grad_norm)
         self._step(finite=torch.isfinite(norm) & torch.isfinite(logged["loss"]))
         logged |= {"grad_norm": norm, "skipped_steps": self.guard.skipped}

@@ -30,6 +30,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     directory = Path(path).expanduser()
+    if not directory.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ValueError(f"model {path!r} is not a directory; set model.init_args.model, or data.tokenizer, to one")
     # without files a tokenizer without words may be built from the model's type alone
     if directory.is_dir() and not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"no tokenizer in {path!r}: set data.tokenizer to a directory that has one of its files")

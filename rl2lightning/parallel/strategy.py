@@ -123,7 +123,7 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed":
+        if plugin is not None and isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed":
             plugin = FSDP2Precision()
         if plugin is not None and plugin.precision not in ("32-true", "bf16-mixed", "bf16-true"):
             raise ValueError(
