@@ -122,7 +122,8 @@ class Parser(LightningArgumentParser):
         message = suggest(message, self)
         if not self.exit_on_error:  # an inner parser, which raises to the outer one
             super().error(message, ex)
-        prog = getattr(ex, "subcommand_parser", self).prog.replace(" [options]", "")
+        parser: LightningArgumentParser = getattr(ex, "subcommand_parser", self)
+        prog = parser.prog.replace(" [options]", "")
         self.exit(2, f"{prog}: error: {shorten(message)}\n({prog} --help lists all settings)\n")
 
 

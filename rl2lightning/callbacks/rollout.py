@@ -86,12 +86,13 @@ class RolloutCallback(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if self.loop is not None:
             return
+        strategy = pl_module.strategy  # which says so if it is not ours
         tokenizer = load_tokenizer(pl_module.tokenizer_path)
         self.engine.start(
             EngineSpec(
                 model_path=pl_module.local_model_path(),
-                device=trainer.strategy.root_device,
-                dtype=trainer.strategy.compute_dtype,
+                device=strategy.root_device,
+                dtype=strategy.compute_dtype,
                 stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path()),
             )
         )
