@@ -152,7 +152,7 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(Preemption, "preemption")
         parser.set_defaults(
             {
-                "trainer.strategy": "fsdp2_tp",
+                "trainer.strategy": {"class_path": "rl2lightning.FSDP2TPStrategy"},  # so that its settings can be given
                 "trainer.use_distributed_sampler": False,
                 "trainer.log_every_n_steps": 1,
                 "trainer.default_root_dir": "runs",

@@ -57,13 +57,15 @@ def shorten(message: str) -> str:
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     telling = [i for i, line in enumerate(lines) if _MARK in line][:1]
     telling = telling or [i for i, line in enumerate(lines) if re.search(_TELLING, line)]
-    if not telling and "Errors:" in lines[:-1]:  # what a class raised when it was made: the first type is the likeliest
-        telling = [len(lines) - lines[::-1].index("Errors:")]
+    if not telling and "Errors:" in lines:  # what a class raised when it was made: the first type is the likeliest
+        start = len(lines) - lines[::-1].index("Errors:")
+        telling = [i for i in range(start, len(lines)) if not lines[i].startswith("Expected a <class")][:1]
     if len(telling) != 1:
         return message
     first = telling[0]
     owners = [m[1] for line in lines[:first] if (m := re.match(r"Problem with given class_path '([\w.]+)'", line))]
-    keys = [m[1] for m in [re.match(r'Parser key "([\w.]+)"', lines[first - 1])] if first and m]
+    near = lines[first - 1 : first] if owners else lines[:1]
+    keys = [m[1] for line in near if (m := re.match(r'Parser key "([\w.]+)"', line))]
     return ": ".join([*owners[-1:], *keys, lines[first]])
 
 

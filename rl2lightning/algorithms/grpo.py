@@ -148,8 +148,12 @@ class GRPO(PostTrainingModule):
         return experience.select(parts[step]) if len(parts[step]) else None
 
     def worth_a_pass(self, seqs: Sequences) -> Sequences:
-        """Without KL and entropy terms, a sequence whose advantages are all 0 has loss 0: no forward is spent on it."""
-        if self.kl.coef and self.kl.place == "loss" or self.entropy_coef or self.log_entropy:
+        """Without KL and entropy terms, a sequence whose advantages are all 0 has loss 0: no forward is spent on it.
+
+        A subclass with a loss of its own gets every sequence, since its loss may be another.
+        """
+        own_loss = type(self).loss is not GRPO.loss
+        if own_loss or (self.kl.coef and self.kl.place == "loss") or self.entropy_coef or self.log_entropy:
             return seqs
         assert seqs.advantages is not None
         return seqs.select((seqs.sum_per_sequence(seqs.advantages.abs()) > 0).nonzero().flatten())

@@ -104,3 +104,24 @@ def test_a_step_without_actions_counts_and_changes_nothing(tiny_model: str) -> N
     finally:
         cases.Record = record
     assert steps == [2]
+
+
+def test_samples_without_advantage_cost_no_pass_and_change_nothing(tiny_model: str) -> None:
+    class Everything(cases.GRPO):
+        """The same loss under another name, for which nothing may be left out."""
+
+        def loss(self, seqs):
+            return super().loss(seqs)
+
+    seqs = cases.batch(cases.LENGTHS)
+    assert seqs.rewards is not None
+    last = (seqs.cu_seqlens[1:] - 1).long()
+    rewards = seqs.rewards.clone()
+    rewards[last[:4]] = 0.1  # the first two of four groups are flat
+    outcomes, num_tokens = [], []
+    for kind in (cases.GRPO, Everything):
+        module = kind(tiny_model, optimizer=cases.OPTIMIZER, max_grad_norm=None, samples_per_prompt=2)
+        outcomes.append(cases.fit(module, seqs.replace(rewards=rewards), cases.PromptBatch))
+        num_tokens.append(module.num_tokens_in_step)
+    assert num_tokens == [sum(cases.LENGTHS[4:]), sum(cases.LENGTHS)]
+    assert_same(outcomes[0], float(outcomes[1]["metrics"]["train/loss"]), outcomes[1]["gradients"])
