@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+import rl2lightning
 from rl2lightning.algorithms.base import PostTrainingModule  # brings the strategy `fsdp2_tp` with it
 from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.callbacks.progress import StepProgressBar
@@ -131,6 +132,8 @@ class CLI(LightningCLI):
     """`rl2lightning fit|validate|test|predict|export`; algorithm, data, callbacks and trainer come from the config."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        for name in rl2lightning.__all__:  # once loaded, they go by their short names, and the help lists them
+            getattr(rl2lightning, name)
         super().__init__(
             PostTrainingModule,
             L.LightningDataModule,
