@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +26,15 @@ from rl2lightning.suggest import shorten, suggest
 from rl2lightning.types import NonFiniteError
 
 
+_ALWAYS = (Throughput, Samples, Preemption)  # callbacks every run has; give one of your own to set it up otherwise
+
+
 class Trainer(L.Trainer):
     """Lightning's Trainer with this project's defaults.
 
     Strategy `fsdp2_tp`; CSV and TensorBoard logs besides whatever loggers are given, all in one new directory
     `<default_root_dir>/version_N`, so that no run overwrites another; metrics logged at every step; a progress bar
-    on one line. Under torchrun it takes the processes that are there.
+    on one line; the callbacks Throughput, Samples and Preemption. Under torchrun it takes the processes that are there.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,15 +46,16 @@ class Trainer(L.Trainer):
         }
         if torch.distributed.is_torchelastic_launched():
             defaults["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
-            defaults["num_nodes"] = int(os.environ["GROUP_WORLD_SIZE"])
+            kwargs["num_nodes"] = int(os.environ["GROUP_WORLD_SIZE"])
         for name, value in defaults.items():
             if kwargs.get(name) in (None, "auto"):
                 kwargs[name] = value
         callbacks = kwargs.get("callbacks") or []
         kwargs["callbacks"] = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-        shown = kwargs.get("enable_progress_bar") is not False
-        if shown and not any(isinstance(c, ProgressBar) for c in kwargs["callbacks"]):
-            kwargs["callbacks"].append(StepProgressBar())
+        for kind, default in ((ProgressBar, StepProgressBar), *((kind, kind) for kind in _ALWAYS)):
+            wanted = kind is not ProgressBar or kwargs.get("enable_progress_bar") is not False
+            if wanted and not any(isinstance(c, kind) for c in kwargs["callbacks"]):
+                kwargs["callbacks"].append(default())
         logger = kwargs.get("logger")
         if logger is not False and not kwargs.get("fast_dev_run"):
             kwargs["default_root_dir"] = str(kwargs.get("default_root_dir") or "runs")
@@ -186,8 +191,10 @@ class CLI(LightningCLI):
         if subcommand == "export":
             config = self.config.export.as_dict()
             Trainer.export(**{name: config[name] for name in self._subcommand_method_arguments["export"]})
-        else:
-            super()._run_subcommand(subcommand)
+            return
+        if subcommand != "fit":  # which saves nothing, so it matters little that its directory is another
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+        super()._run_subcommand(subcommand)
 
     def after_fit(self) -> None:
         preemption = next(c for c in self.trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]

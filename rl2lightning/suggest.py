@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _MARK = "; did you mean"
 _UNKNOWN_KEY = (
     r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'",
+    r"Subcommand '\w+' does not accept option '(?P<key>[\w.]+)'",
     r"Option '(?P<key>[\w.]+)' is not accepted",
     r"unrecognized arguments: --(?P<key>[\w.]+)\S*",
 )

@@ -1,6 +1,7 @@
 """A tiny random Qwen3 on disk, and batches for it."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("task") / "task.py"
     path.write_text(TASK)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _no_address_left_behind() -> Iterator[None]:
+    """A fit leaves its process group's address in the environment, where processes that later tests start find it."""
+    yield
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
+        os.environ.pop(name, None)

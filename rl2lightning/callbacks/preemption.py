@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +32,7 @@ class Preemption(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.received = 0
-        if self.enabled:
+        if self.enabled and threading.current_thread() is threading.main_thread():  # others may not handle signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
 

@@ -1,0 +1,201 @@
+"""Every shipped config parses, says where it comes from, is the algorithm it is named after, and takes a step."""
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl2lightning.cli import main
+from rl2lightning.rewards import ExactMatch
+
+REPO = Path(__file__).parents[1]
+CONFIGS = REPO / "configs"
+ALL = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
+COMPLETE = [name for name in ALL if "model" in yaml.safe_load((CONFIGS / name).read_text())]
+FRAGMENTS = sorted(set(ALL) - set(COMPLETE))
+WITHOUT_A_PAPER = {"sft.yaml", "quickstart/sft.yaml", "quickstart/grpo.yaml", *FRAGMENTS}
+
+
+@pytest.fixture(autouse=True)
+def _at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rl2lightning"])
+    monkeypatch.chdir(REPO)  # the quickstart's paths begin there
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with prompts.jsonl and conversations.jsonl."""
+    directory = tmp_path_factory.mktemp("rows")
+    for name in ("prompts", "conversations"):
+        with (directory / f"{name}.jsonl").open("w") as file:
+            for i in range(20):
+                messages = [{"role": "user", "content": f"{i}+1="}]
+                if name == "conversations":
+                    messages.append({"role": "assistant", "content": str(i + 1)})
+                file.write(json.dumps({"messages": messages, "answer": str(i + 1)}) + "\n")
+    return directory
+
+
+def with_fragments(name: str) -> list[str]:
+    """The arguments that use a config: a fragment comes behind a complete one."""
+    files = [name] if name in COMPLETE else ["sft.yaml", name]
+    return [f"--config={CONFIGS / file}" for file in files]
+
+
+def resolved(capsys: pytest.CaptureFixture, name: str) -> dict[str, Any]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *with_fragments(name), "--print_config"])
+    assert end.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def own_keys(settings: Any, path: str = "") -> set[str]:
+    """Dotted paths of the scalars of a config."""
+    if isinstance(settings, dict):
+        return {p for key, value in settings.items() for p in own_keys(value, f"{path}.{key}")}
+    return {path}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_config_parses_and_loses_nothing(capsys, name: str) -> None:
+    shipped, parsed = yaml.safe_load((CONFIGS / name).read_text()), resolved(capsys, name)
+    if name in FRAGMENTS:  # the logger's class comes as one item
+        assert parsed["trainer"]["logger"]["class_path"] == shipped["trainer"]["logger"]["class_path"]
+        return
+    known = own_keys(parsed)
+    # a class may be given by its path alone
+    assert not {path for path in own_keys(shipped) if not {path, f"{path}.class_path"} & known}
+    assert parsed["trainer"]["callbacks"][-1]["class_path"] == "lightning.pytorch.callbacks.ModelCheckpoint"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_config_begins_with_what_it_is_and_names_its_paper(name: str) -> None:
+    comment = " ".join(
+        line.removeprefix("#").strip() for line in re.match(r"(#.*\n)+", (CONFIGS / name).read_text())[0].splitlines()
+    )
+    assert len(comment) > 60
+    if name not in WITHOUT_A_PAPER:
+        assert re.search(r"\(.+, 20\d\d, arXiv:\d{4}\.\d{5}\)", comment), comment
+
+
+ESTIMATORS, LOSSES = "rl2lightning.estimators", "rl2lightning.policy_losses"
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "loss", "level", "kl"),
+    [
+        ("grpo", ("GroupRelative", True), ("PPOClip", 0.2, 0.2), "sequence", (1e-3, "k3", "loss")),
+        ("dr_grpo", ("GroupRelative", False), ("PPOClip", 0.2, 0.2), "constant", None),
+        ("dapo", ("GroupRelative", True), ("PPOClip", 0.2, 0.28), "token", None),
+        ("rloo", ("LeaveOneOut",), ("Reinforce",), "sequence", (1e-3, "k1", "reward")),
+        ("reinforce_pp", ("BatchWhitened",), ("PPOClip", 0.2, 0.2), "token", (1e-3, "k1", "reward")),
+        ("gspo", ("GroupRelative", True), ("GSPO", 3e-4, 4e-4), "sequence", None),
+        ("cispo", ("GroupRelative", True), ("CISPO", 5.0), "token", None),
+    ],
+)
+def test_a_preset_is_the_algorithm_it_is_named_after(capsys, name: str, advantage, loss, level: str, kl) -> None:
+    config = resolved(capsys, f"{name}.yaml")
+    settings = config["model"]["init_args"]
+    assert settings["advantage"]["class_path"] == f"{ESTIMATORS}.{advantage[0]}"
+    if advantage[0] == "GroupRelative":
+        assert settings["advantage"]["init_args"] == {"divide_by_std": advantage[1], "unbiased": True}
+    assert settings["policy_loss"]["class_path"] == f"{LOSSES}.{loss[0]}"
+    bounds = {
+        "PPOClip": ("clip_low", "clip_high"),
+        "GSPO": ("sequence_clip_low", "sequence_clip_high"),
+        "CISPO": ("max_ratio",),
+        "Reinforce": (),
+    }[loss[0]]
+    assert tuple(settings["policy_loss"]["init_args"][bound] for bound in bounds) == loss[1:]
+    assert settings["loss_level"] == level
+    expected = (
+        {"coef": 0.0, "estimator": "k3", "place": "loss"} if kl is None else dict(zip(settings["kl"], kl, strict=True))
+    )
+    assert settings["kl"] == expected
+    rollouts = config["trainer"]["callbacks"][0]["init_args"]
+    rewards = [reward["class_path"].rpartition(".")[2] for reward in rollouts["rewards"]]
+    assert rewards == (["ExactMatch", "SoftOverlong"] if name == "dapo" else ["ExactMatch"])
+    assert rollouts["dynamic_sampling"] is (name == "dapo")
+
+
+def small(name: str, tiny_model: str, rows: Path, root: Path) -> list[str]:
+    """Arguments that make a step of a config a matter of a second on a laptop."""
+    arguments = [
+        *with_fragments(name),
+        "--trainer.max_steps=1",
+        "--trainer.precision=32-true",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.num_sanity_val_steps=0",
+        "--trainer.val_check_interval=1",
+        f"--trainer.default_root_dir={root}",
+        "--model.max_tokens_per_device=200",
+    ]
+    supervised = "sft" in name or name in FRAGMENTS
+    arguments += ["--data.batch_size=4", "--data.max_length=32"] if supervised else ["--data.prompts_per_rollout=8"]
+    if name.startswith("quickstart"):  # with its own model and data
+        return [*arguments, "--data.val_ratio=0.001"]
+    kind = "conversations" if supervised else "prompts"
+    arguments += [f"--model.model={tiny_model}", f"--data.path={rows}/{kind}.jsonl", "--data.val_ratio=0.1"]
+    return arguments if supervised else [*arguments, "--model.sampling.max_tokens=4", "--model.samples_per_prompt=4"]
+
+
+def last_metrics(directory: Path) -> dict[str, float]:
+    with (directory / "metrics.csv").open() as file:
+        return {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
+
+
+@pytest.fixture
+def every_other_sample_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that knows nothing earns no rewards, and equal rewards teach nothing."""
+    monkeypatch.setattr(ExactMatch, "__call__", lambda self, trajectory: float(trajectory.sample_id % 2))
+
+
+@pytest.mark.usefixtures("every_other_sample_is_right")
+@pytest.mark.parametrize("name", COMPLETE)
+def test_a_config_takes_a_step(
+    name: str, tiny_model: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    main(["fit", *small(name, tiny_model, rows, tmp_path)])
+    metrics = last_metrics(tmp_path / "version_0")
+    assert metrics["step"] == 0  # counted from 0: the first and only one
+    assert {"val/loss", "val/accuracy"} & set(metrics)
+    assert metrics["train/grad_norm"] > 0
+    assert metrics["train/skipped_steps"] == 0
+    assert list((tmp_path / "version_0/checkpoints").glob("*.ckpt"))
+    if name == "dapo.yaml":
+        assert metrics["rollout/score/overlong"] == 0
+        assert metrics["rollout/filtered_groups"] == 0
+
+
+def test_the_wandb_fragment_logs_beside_the_files(
+    tiny_model: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import wandb
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    try:
+        arguments = small("logger/wandb.yaml", tiny_model, rows, tmp_path)
+        main(["fit", *arguments, f"--trainer.logger.save_dir={tmp_path}"])
+        config = wandb.run.config["config"]
+        summary = dict(wandb.run.summary)
+    finally:
+        wandb.finish()
+    assert config["model"]["init_args"]["model"] == tiny_model  # the resolved config
+    assert config["trainer"]["max_steps"] == 1
+    metrics = last_metrics(tmp_path / "version_0")
+    assert summary["train/loss"] == pytest.approx(metrics["train/loss"])
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert list((tmp_path / "version_0").glob("events.out.tfevents*"))
