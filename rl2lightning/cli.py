@@ -25,7 +25,6 @@ from rl2lightning.export import export
 from rl2lightning.suggest import shorten, suggest
 from rl2lightning.types import NonFiniteError
 
-
 _ALWAYS = (Throughput, Samples, Preemption)  # callbacks every run has; give one of your own to set it up otherwise
 
 
@@ -66,7 +65,7 @@ class Trainer(L.Trainer):
     def export(
         ckpt_path: str, output_dir: str, dtype: Literal["bfloat16", "float32"] = "bfloat16", submodule: str = "policy"
     ) -> None:
-        """Writes the policy of a checkpoint as a Hugging Face model directory.
+        """Writes the policy of a checkpoint (only of one you trust) as a Hugging Face model directory.
 
         Args:
             ckpt_path: a *.ckpt directory of a run.

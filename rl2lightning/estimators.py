@@ -179,8 +179,9 @@ class BatchWhitened(AdvantageEstimator):
 
 
 def _whiten(x: Tensor, mask: Tensor) -> Tensor:
-    mean, std = masked.masked_moments(x, mask)
-    return masked.whiten(x, mask, mean=mean, std=std)
+    # in double precision, so that equal values come out as 0 and not as their rounding, blown up
+    mean, std = masked.masked_moments(x.double(), mask)
+    return masked.whiten(x.double(), mask, mean=mean, std=std).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def export(
     import torch
     from transformers import AutoTokenizer
 
-    from rl2lightning.models.build import load_config, save_pretrained
+    from rl2lightning.models.build import copy_generation_config, load_config, save_pretrained
     from rl2lightning.parallel.checkpoint import load_full_weights
 
     output = Path(output_dir)
@@ -31,4 +31,5 @@ def export(
     tokenizer = AutoTokenizer.from_pretrained(Path(ckpt_path) / "model")
     stored = getattr(torch, dtype)
     save_pretrained(config, {name: x.to(stored) for name, x in state.items()}, str(output), tokenizer=tokenizer)
+    copy_generation_config(Path(ckpt_path) / "model", output)
     return output

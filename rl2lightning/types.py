@@ -46,6 +46,14 @@ class SamplingParams:
             raise ValueError(f"sampling.temperature={self.temperature} must not be negative (0 is greedy)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p} must lie in (0, 1]")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p={self.min_p} must lie in [0, 1)")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k={self.top_k} must not be negative (0 keeps all)")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"sampling.min_tokens={self.min_tokens} must lie between 0 and max_tokens={self.max_tokens}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -54,7 +62,7 @@ class SamplingParams:
     @property
     def truncates_support(self) -> bool:
         """Whether some tokens can never be drawn: then the full distribution is not the one sampled from."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_tokens > 0
 
 
 @dataclass
@@ -214,7 +222,7 @@ class Sequences:
 
     @staticmethod
     def concat(parts: Iterable[Sequences]) -> Sequences:
-        """All sequences of the parts, in order; an optional field survives only if every part has it."""
+        """All sequences of the parts, in order; they have the same optional fields."""
         parts = list(parts)
         if not parts:
             raise ValueError("Sequences.concat needs at least one part")
@@ -226,8 +234,10 @@ class Sequences:
         cu_seqlens[1:] = lengths.cumsum(0)
         optional: dict[str, Tensor | None] = {}
         for name in (*_TOKEN_FIELDS, *_SEQUENCE_FIELDS):
-            values = [getattr(part, name) for part in parts]
-            optional[name] = torch.cat(values) if all(v is not None for v in values) else None
+            values = [x for part in parts if (x := getattr(part, name)) is not None]
+            if 0 < len(values) < len(parts):
+                raise ValueError(f"some of the sequences have `{name}` and others lack it; give it to all or to none")
+            optional[name] = torch.cat(values) if values else None
         return first.replace(
             input_ids=torch.cat([part.input_ids for part in parts]),
             action_mask=torch.cat([part.action_mask for part in parts]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,11 @@ from rl2lightning.algorithms.metrics import StepMetrics
 from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
-from rl2lightning.models.build import full_weights, load_config, resolve_model
+from rl2lightning.models.build import copy_generation_config, full_weights, load_config, resolve_model
 from rl2lightning.models.packed import pack
 from rl2lightning.models.policy import Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
+from rl2lightning.seeding import run_seed
 from rl2lightning.types import PromptBatch, SamplingParams, Sequences, Trajectory
 
 LossLevel = Literal["token", "sequence", "constant"]
@@ -75,8 +77,9 @@ class PostTrainingModule(L.LightningModule):
         max_inference_tokens_per_device: the same for passes without gradients; None: twice the training budget.
         max_grad_norm: gradients are scaled down to this global norm; None: never.
         max_nonfinite_steps: so many steps in a row with a non-finite loss or gradient (each is skipped) end the run.
-        trust_remote_code: run modelling code that comes with the model.
-        init_seed: seed of random weights.
+        tokenizer: directory or hub name of the tokenizer that data, rollouts, checkpoints and exports use; None: the
+            model's own.
+        init_seed: seed of random weights; None: that of the run (`seed_everything`).
         eval_sampling: how validation, test and prediction sample; None: greedily.
     """
 
@@ -92,8 +95,8 @@ class PostTrainingModule(L.LightningModule):
         max_inference_tokens_per_device: int | None = None,
         max_grad_norm: float | None = 1.0,
         max_nonfinite_steps: int = 5,
-        trust_remote_code: bool = False,
-        init_seed: int = 0,
+        tokenizer: str | None = None,
+        init_seed: int | None = None,
         eval_sampling: SamplingParams | None = None,
     ) -> None:
         super().__init__()
@@ -104,8 +107,9 @@ class PostTrainingModule(L.LightningModule):
         self.max_tokens_per_device = max_tokens_per_device
         self.max_inference_tokens_per_device = max_inference_tokens_per_device or 2 * max_tokens_per_device
         self.max_grad_norm = max_grad_norm
-        self.trust_remote_code = trust_remote_code
-        self.init_seed = init_seed
+        self.tokenizer_path = tokenizer or model
+        self.init_seed = run_seed() if init_seed is None else init_seed
+        self._directory: str | None = None
         self.eval_sampling = eval_sampling or SamplingParams(temperature=0.0)
         self.num_tokens_in_step = 0  # of the last optimizer step, over all processes
         self.policy: Policy | None = None
@@ -123,14 +127,15 @@ class PostTrainingModule(L.LightningModule):
             )
         return strategy
 
-    @property
-    def tokenizer_path(self) -> str:
-        """Where data and rollouts find the tokenizer unless they name their own."""
-        return self.model_path
-
     def local_model_path(self) -> str:
-        """The model's directory on this machine."""
-        return resolve_model(self.model_path, weights=not self.random_init)
+        """The model's directory on this machine, looked up (and downloaded) once; the first call is collective."""
+        if self._directory is None:
+            find = partial(resolve_model, self.model_path, weights=not self.random_init)
+            self._directory = str(self.strategy.on_one_rank_first(find))
+        return self._directory
+
+    def check_turns(self, max_turns: int) -> None:
+        """Raises where the module cannot learn from trajectories of so many turns."""
 
     def configure_model(self) -> None:
         ignore_misplaced_advice()
@@ -146,11 +151,7 @@ class PostTrainingModule(L.LightningModule):
 
     def build_policy(self, *, trainable: bool) -> Policy:
         return self.strategy.build_policy(
-            self.model_path,
-            random_init=self.random_init,
-            seed=self.init_seed,
-            trainable=trainable,
-            trust_remote_code=self.trust_remote_code,
+            self.local_model_path(), random_init=self.random_init, seed=self.init_seed, trainable=trainable
         )
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -159,12 +160,14 @@ class PostTrainingModule(L.LightningModule):
         return full_weights(self.policy.lm, self.strategy.compute_dtype)
 
     def write_model_files(self, directory: Path) -> None:
-        """config.json and tokenizer of the policy; checkpoints carry them, so that they can be exported alone."""
+        """Config and tokenizer of the policy; checkpoints carry them, so that they can be exported alone."""
         from transformers import AutoTokenizer
 
-        source = resolve_model(self.model_path, weights=False)
-        load_config(source, trust_remote_code=self.trust_remote_code).save_pretrained(directory)
-        AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code).save_pretrained(directory)
+        source = self.local_model_path()
+        load_config(source).save_pretrained(directory)
+        tokenizer = source if self.tokenizer_path == self.model_path else self.tokenizer_path
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
+        copy_generation_config(source, directory)
 
     # ---- optimizers
 
@@ -195,9 +198,15 @@ class PostTrainingModule(L.LightningModule):
         seqs = pack(seqs, self.device, self.strategy.compute_dtype)
         return model(seqs, temperature=seqs.temperature, entropy=entropy)
 
-    def micro_batches(self, seqs: Sequences, max_tokens: int) -> list[list[int]]:
+    def micro_batches(self, seqs: Sequences, *, training: bool) -> list[list[int]]:
         """This process's micro-batches as indices into the global `seqs`: balanced, equally many on every process."""
-        plan = plan_micro_batches(seqs.lengths.tolist(), max_tokens=max_tokens, multiple_of=self.strategy.data_size)
+        max_tokens = self.max_tokens_per_device if training else self.max_inference_tokens_per_device
+        plan = plan_micro_batches(
+            seqs.lengths.tolist(),
+            max_tokens=max_tokens,
+            multiple_of=self.strategy.data_size,
+            setting=("max_tokens_per_device" if training else "max_inference_tokens_per_device"),
+        )
         share = len(plan) // self.strategy.data_size
         return plan[self.strategy.data_rank * share : (self.strategy.data_rank + 1) * share]
 
@@ -237,11 +246,12 @@ class PostTrainingModule(L.LightningModule):
         if seqs is not None:
             seqs = self.worth_a_pass(self._weighted(seqs.to("cpu"), level, length))  # planned in host memory
         self.num_tokens_in_step = 0 if seqs is None else seqs.num_tokens
+        self.log("train/learning_rate", self.optimizers().param_groups[0]["lr"], batch_size=1)  # type: ignore[union-attr]
         if seqs is None or not bool(seqs.action_mask.any()):
             self._step()  # gradients are None: nothing moves, but the step counts
             return
         assert self.policy is not None
-        plan = self.micro_batches(seqs, self.max_tokens_per_device)
+        plan = self.micro_batches(seqs, training=True)
         metrics = StepMetrics()
         for i, micro in enumerate(self.ready(seqs, plan)):
             with self.strategy.gradient_sync(self.policy, i == len(plan) - 1):
@@ -250,7 +260,6 @@ class PostTrainingModule(L.LightningModule):
                 self.manual_backward(loss * self.strategy.gradient_scale)
             metrics.add(loss, micro.weights, diagnostics)
         logged = metrics.reduce(self.strategy)
-        logged["learning_rate"] = torch.tensor(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
         norm = self.strategy.clip_grad_norm(self.policy, self.max_grad_norm)
         self._step(finite=torch.isfinite(norm) & torch.isfinite(logged["loss"]))
         logged |= {"grad_norm": norm, "skipped_steps": self.guard.skipped}
@@ -283,7 +292,7 @@ class PostTrainingModule(L.LightningModule):
         seqs = self._weighted(seqs.to("cpu"), level)
         metrics = StepMetrics()
         with self.strategy.scoring(self.policy):
-            for micro in self.ready(seqs, self.micro_batches(seqs, self.max_inference_tokens_per_device)):
+            for micro in self.ready(seqs, self.micro_batches(seqs, training=False)):
                 values, diagnostics = loss_fn(micro)
                 metrics.add((values * micro.weights).sum(), micro.weights, diagnostics)
         return metrics.reduce(self.strategy)
@@ -292,7 +301,7 @@ class PostTrainingModule(L.LightningModule):
         """Log-probs [N] of the actions of all `seqs` under `model`, on the CPU of every process, without gradients."""
         assert isinstance(model, Policy)
         out = torch.zeros(seqs.num_tokens, device=self.device)
-        plan = self.micro_batches(seqs, self.max_inference_tokens_per_device)
+        plan = self.micro_batches(seqs, training=False)
         starts = seqs.cu_seqlens[:-1].long()
         with self.strategy.scoring(model):
             for indices, micro in zip(plan, self.ready(seqs, plan), strict=True):

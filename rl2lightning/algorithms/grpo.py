@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from rl2lightning.algorithms.base import LossLevel, PostTrainingModule, require_rollout
@@ -17,6 +18,7 @@ from rl2lightning.policy_losses import (
     mismatch_max,
     mismatch_metrics,
 )
+from rl2lightning.seeding import run_seed
 from rl2lightning.types import PromptBatch, SamplingParams, Sequences
 
 
@@ -91,12 +93,15 @@ class GRPO(PostTrainingModule):
         self.reference_every = reference_every
         self.reference = None
         # a fixed reference is found again in the model directory, so checkpoints leave it out
+        self._set_length = loss_length is not None
         self.checkpoint_exclude = () if reference_every else ("reference",)
+        self.seed = run_seed()  # of the order in which several updates see a rollout
         self.experience: Sequences | None = None  # of the rollout in progress, the same on every process
 
     def configure_model(self) -> None:
         super().configure_model()
-        if self.kl.coef and self.reference is None:
+        fitting = self.trainer.state.fn == TrainerFn.FITTING  # nothing else has a use for the reference
+        if self.kl.enabled and self.reference is None and fitting:
             self.reference = self.build_policy(trainable=False)
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
@@ -109,27 +114,36 @@ class GRPO(PostTrainingModule):
             self.experience = None
         self._update_reference()
 
+    def check_turns(self, max_turns: int) -> None:
+        if max_turns > 1 and self.loss_level == "constant" and not self._set_length:
+            raise ValueError(
+                f"loss_level 'constant' divides by the tokens of all turns: with max_turns={max_turns} set "
+                f"model.init_args.loss_length, for instance to {max_turns} * sampling.max_tokens"
+            )
+
     def learn_from(self, rollout: Sequences | None) -> Sequences | None:
         """Scores a rollout, computes advantages and shuffles: the experience the next updates share out."""
         if rollout is None:
             return None
+        # refilled groups come in another order on every layout; their numbers do not
+        rollout = rollout.select(rollout.group_ids.argsort(stable=True))
         seqs = self.advantage(self.score_rollout(rollout))
         if self.kl.place == "advantage" and self.kl.coef:
             seqs = seqs.replace(advantages=seqs.advantages - self.kl.coef * self._old_kl(seqs))
         if self.updates_per_rollout == 1:
             return seqs
-        generator = torch.Generator().manual_seed(self.trainer.global_step)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.trainer.global_step)
         return seqs.select(torch.randperm(len(seqs), generator=generator))
 
     def score_rollout(self, seqs: Sequences) -> Sequences:
         """Adds the log-probs that are needed and no others, and the KL term to the rewards if that is its place."""
         assert self.policy is not None
-        kl_before_update = bool(self.kl.coef) and self.kl.place != "loss"
-        if self.updates_per_rollout > 1 or kl_before_update or self.advantage.needs_old_logps:
+        several = self.updates_per_rollout > 1 and (self.policy_loss.needs_old_logps or self.mismatch is not None)
+        if several or self.kl.needs_old_logps or self.advantage.needs_old_logps:
             seqs = seqs.replace(old_logps=self.score(self.policy, seqs))
         if self.reference is not None:
             seqs = seqs.replace(ref_logps=self.score(self.reference, seqs))
-        if kl_before_update and self.kl.place == "reward":
+        if self.kl.enabled and self.kl.place == "reward":
             assert seqs.rewards is not None
             seqs = seqs.replace(rewards=seqs.rewards - self.kl.coef * self._old_kl(seqs))
         return seqs
@@ -156,7 +170,8 @@ class GRPO(PostTrainingModule):
         if own_loss or (self.kl.coef and self.kl.place == "loss") or self.entropy_coef or self.log_entropy:
             return seqs
         assert seqs.advantages is not None
-        return seqs.select((seqs.sum_per_sequence(seqs.advantages.abs()) > 0).nonzero().flatten())
+        # whatever is not exactly 0 stays, NaN included: that is for the guard to see
+        return seqs.select((seqs.sum_per_sequence(seqs.advantages.abs()) != 0).nonzero().flatten())
 
     def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Unreduced loss [n] of a micro-batch and what is logged of it; override it to try another."""
@@ -186,6 +201,7 @@ class GRPO(PostTrainingModule):
     # ---- a rollout in progress survives in the checkpoint
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seed"] = self.seed
         if self.experience is not None:
             seqs = self.experience
             fields = {"input_ids": seqs.input_ids, "action_mask": seqs.action_mask, "cu_seqlens": seqs.cu_seqlens}
@@ -193,4 +209,5 @@ class GRPO(PostTrainingModule):
             checkpoint["experience"] = fields
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seed = checkpoint["seed"]
         self.experience = Sequences(**checkpoint["experience"]) if "experience" in checkpoint else None

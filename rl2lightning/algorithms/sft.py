@@ -32,7 +32,19 @@ class SFT(PostTrainingModule):
         return sft_loss(logps), {}
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> None:
-        self.update(self.strategy.gather_sequences(batch.sequences), self.loss, level=self.loss_level)
+        seqs = self._gather(batch)
+        self.log("train/dropped_samples", float(sum(self.strategy.gather_objects(batch.num_dropped))), batch_size=1)
+        if seqs is not None and seqs.truncated is not None:
+            self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
+        self.update(seqs, self.loss, level=self.loss_level)
+
+    def _gather(self, batch: ChatBatch) -> Sequences | None:
+        seqs = self.strategy.gather_sequences(batch.sequences)
+        if seqs is not None and seqs.labels is not None:
+            raise ValueError(
+                "these are pairs of better and worse answers, and SFT would imitate both: use ChatDataModule"
+            )
+        return seqs
 
     def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:
         self._evaluate(batch, "val/loss")
@@ -41,7 +53,7 @@ class SFT(PostTrainingModule):
         self._evaluate(batch, "test/loss")
 
     def _evaluate(self, batch: ChatBatch, name: str) -> None:
-        seqs = self.strategy.gather_sequences(batch.sequences)
+        seqs = self._gather(batch)
         if seqs is None:
             return
         loss = self.evaluate(seqs, self.loss, level=self.loss_level)["loss"]

@@ -29,6 +29,7 @@ class Preemption(L.Callback):
         self.enabled = enabled
         self.received: int = 0  # number of the signal, the same on every process once the fit has ended
         self._previous: dict[int, Any] = {}
+        self._limit_val_batches: int | float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.received = 0
@@ -45,11 +46,14 @@ class Preemption(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self.enabled:
             return
+        agreed = self.received
         if trainer.world_size > 1:  # host memory: no wait for the device
-            self.received = int(trainer.strategy.max_over_processes(torch.tensor(self.received)))  # type: ignore[attr-defined]
-        if self.received:
+            agreed = int(trainer.strategy.max_over_processes(torch.tensor(self.received)))  # type: ignore[attr-defined]
+        if agreed:  # a signal that came while waiting for the others is seen after the next step
+            self.received = agreed
             self._save(trainer, f"signal {signal.Signals(self.received).name}")
             trainer.should_stop = True
+            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0  # no time to validate
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         self._restore()
@@ -58,6 +62,8 @@ class Preemption(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._restore()
+        if self._limit_val_batches is not None:
+            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

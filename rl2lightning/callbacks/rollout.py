@@ -19,6 +19,7 @@ from rl2lightning.rewards.base import FunctionReward, Reward, RewardTransform
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
 from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop
+from rl2lightning.seeding import run_seed
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences, Trajectory
 
 
@@ -41,9 +42,10 @@ class RolloutCallback(L.Callback):
         max_refills: how often to draw again before going on with fewer groups.
         on_reward_error: a reward that raises or returns no finite number ends the run, counts 0, or drops the sample.
         on_environment_error: an environment that raises ends the run, or its own trajectory.
-        apply_chat_template: false: the contents of the messages are concatenated (base models).
+        apply_chat_template: false: the contents of the messages are concatenated (base models); None: as the data
+            module does.
         tool_workers: environment steps and rewards that run at a time.
-        seed: of the sampling, with the prompt, the sample and the turn.
+        seed: of the sampling, with the prompt, the sample and the turn; None: that of the run (`seed_everything`).
     """
 
     def __init__(
@@ -59,9 +61,9 @@ class RolloutCallback(L.Callback):
         max_refills: int = 5,
         on_reward_error: Literal["error", "zero", "drop"] = "error",
         on_environment_error: Literal["error", "end"] = "end",
-        apply_chat_template: bool = True,
+        apply_chat_template: bool | None = None,
         tool_workers: int = 32,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         self.engine = HFEngine() if engine is None else engine
         self.environment = ScriptEnvironment(environment) if isinstance(environment, str) else environment
@@ -76,10 +78,16 @@ class RolloutCallback(L.Callback):
         self.on_environment_error: Literal["error", "end"] = on_environment_error
         self.apply_chat_template = apply_chat_template
         self.tool_workers = tool_workers
-        self.seed = seed
+        self.seed = run_seed() if seed is None else seed
         self.loop: RolloutLoop | None = None
         self._evaluation = RolloutMetrics(success_threshold)
         self._predictions: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seed = state_dict["seed"]  # a run goes on sampling as it did, whatever seed it is resumed with
 
     # ---- the engine's life
 
@@ -88,12 +96,15 @@ class RolloutCallback(L.Callback):
             return
         strategy = pl_module.strategy  # which says so if it is not ours
         tokenizer = load_tokenizer(pl_module.tokenizer_path)
+        from_data = getattr(trainer.datamodule, "apply_chat_template", True)  # type: ignore[attr-defined]
+        chat = from_data if self.apply_chat_template is None else self.apply_chat_template
+        pl_module.check_turns(self.max_turns)
         self.engine.start(
             EngineSpec(
                 model_path=pl_module.local_model_path(),
                 device=strategy.root_device,
                 dtype=strategy.compute_dtype,
-                stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path()),
+                stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path(), apply_chat_template=chat),
             )
         )
         self.loop = RolloutLoop(
@@ -106,7 +117,7 @@ class RolloutCallback(L.Callback):
             tool_workers=self.tool_workers,
             on_reward_error=self.on_reward_error,
             on_environment_error=self.on_environment_error,
-            apply_chat_template=self.apply_chat_template,
+            apply_chat_template=chat,
         )
 
     def _close(self) -> None:
@@ -260,13 +271,13 @@ class RolloutCallback(L.Callback):
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         parts = trainer.strategy.gather_objects(self._predictions)
+        directory = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: on every process
         self._predictions = []
         if trainer.is_global_zero:
-            directory = Path(trainer.log_dir or trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / "completions.jsonl"
             with path.open("w") as file:
-                file.writelines(json.dumps(record) + "\n" for part in parts for record in part)
+                file.writelines(json.dumps(record, default=str) + "\n" for part in parts for record in part)
             rank_zero_info(f"{sum(map(len, parts))} completions written to {path}")
 
 

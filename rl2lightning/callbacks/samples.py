@@ -68,12 +68,14 @@ class Samples(L.Callback):
         return text if len(text) <= self.max_characters else f"{text[:half]}…{text[-half + 1 :]}"
 
     def _save(self, trainer: L.Trainer, kind: str, batch: Any) -> None:
-        if not self.save_rollouts or not batch.trajectories or trainer.sanity_checking:
+        if not self.save_rollouts or trainer.sanity_checking:
             return
-        directory = Path(trainer.log_dir or trainer.default_root_dir) / "rollouts"
+        directory = Path(trainer.log_dir or trainer.default_root_dir) / "rollouts"  # a broadcast: on every process
+        if not batch.trajectories:
+            return
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / f"{kind}-step{trainer.global_step:06d}-rank{trainer.global_rank}.jsonl").open("a") as file:
-            file.writelines(json.dumps(trajectory_record(t)) + "\n" for t in batch.trajectories)
+            file.writelines(json.dumps(trajectory_record(t), default=str) + "\n" for t in batch.trajectories)
 
 
 def format_table(columns: tuple[str, ...], rows: list[list[str]]) -> str:

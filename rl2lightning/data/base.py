@@ -18,6 +18,7 @@ from rl2lightning.data.chat import load_tokenizer
 from rl2lightning.data.encoders import PromptsOf, RowEncoder, naming
 from rl2lightning.data.loader import GlobalBatches, Position, RowOrder, StepLoader, share
 from rl2lightning.data.sources import Rows, Source, Split, load_rows, split_rows
+from rl2lightning.seeding import run_seed
 from rl2lightning.types import ChatBatch, PromptBatch
 
 if TYPE_CHECKING:
@@ -31,12 +32,11 @@ class RowDataModule(L.LightningDataModule):
 
     Args:
         path: a source of rows, or several with weights; see `Source` for what a path may be.
-        tokenizer: model directory or hub name; None takes the module's `tokenizer_path`.
         val_path: held-out rows of their own; then `val_ratio` is not used.
         val_ratio: share of `path` that is held out otherwise; 0 trains on everything and does not validate.
         val_batch_size: held-out rows of one batch over all ranks; None takes the training batch size.
         split_seed: picks the held-out rows.
-        seed: order of the training rows, shuffled anew in each pass.
+        seed: order of the training rows, shuffled anew in each pass; None: that of the run (`seed_everything`).
         num_workers: processes per rank that prepare batches; 0 does it in the training process.
     """
 
@@ -46,17 +46,16 @@ class RowDataModule(L.LightningDataModule):
         self,
         path: str | Source | list[str | Source],
         *,
-        tokenizer: str | None = None,
         val_path: str | Source | list[str | Source] | None = None,
         val_ratio: float = 0.05,
         val_batch_size: int | None = None,
         split_seed: int = 0,
-        seed: int = 0,
+        seed: int | None = None,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
         self.path, self.val_path, self.val_ratio, self.split_seed = path, val_path, val_ratio, split_seed
-        self.tokenizer_path, self.seed, self.num_workers = tokenizer, seed, num_workers
+        self.seed, self.num_workers = run_seed() if seed is None else seed, num_workers
         self.val_batch_size = val_batch_size
         self.position = Position()
         self.encoder: RowEncoder | None = None  # set up once, for all stages
@@ -73,8 +72,7 @@ class RowDataModule(L.LightningDataModule):
         raise NotImplementedError
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        path = self.tokenizer_path
-        return load_tokenizer(self._trainer.lightning_module.tokenizer_path if path is None else path)
+        return load_tokenizer(self._trainer.lightning_module.tokenizer_path)
 
     def setup(self, stage: str) -> None:
         if self._trainer.overfit_batches:
@@ -122,6 +120,7 @@ class RowDataModule(L.LightningDataModule):
         return {
             "step": self.position.step,
             "prompt": self.position.prompt,
+            "seed": self.seed,
             self.batch_setting: self.global_batch_size,
         }
 
@@ -133,6 +132,9 @@ class RowDataModule(L.LightningDataModule):
                 "some rows of this pass are seen twice or not at all"
             )
         self.position.step, self.position.prompt = state_dict["step"], state_dict["prompt"]
+        self.seed = state_dict["seed"]  # a run keeps its order, whatever seed it is resumed with
+        if self.encoder is not None:
+            self.order.reseed(self.seed)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(batch, (PromptBatch, ChatBatch)):

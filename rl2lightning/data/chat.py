@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl2lightning.types import Message
+from rl2lightning.types import Message, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,14 +31,25 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     directory = Path(path).expanduser()
     if not directory.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ValueError(f"model {path!r} is not a directory; set model.init_args.model, or data.tokenizer, to one")
+        raise ValueError(f"model {path!r} is not a directory; set model.init_args.model, or its tokenizer, to one")
     # without files a tokenizer without words may be built from the model's type alone
     if directory.is_dir() and not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"no tokenizer in {path!r}: set data.tokenizer to a directory that has one of its files")
+        raise ValueError(
+            f"no tokenizer in {path!r}: set model.init_args.tokenizer to a directory that has one of its files"
+        )
     try:
         return AutoTokenizer.from_pretrained(str(directory) if directory.is_dir() else path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load a tokenizer from {path!r}: {error}; set data.tokenizer") from error
+        raise ValueError(f"cannot load a tokenizer from {path!r}: {error}; set model.init_args.tokenizer") from error
+
+
+def row_tools(row: Row) -> list[Any] | None:
+    """The row's tool descriptions, a list or (where a table mangles nested types) its JSON."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    if tools and not isinstance(tools, list):
+        raise ValueError(f"'tools' must be a list of tool descriptions or its JSON, not {type(tools).__name__}")
+    return tools or None
 
 
 def as_messages(value: Any) -> list[Message]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl2lightning.data.chat import Encoded, TrainOn, as_messages, encode_chat, encode_prompt, encode_turns
+from rl2lightning.data.chat import Encoded, TrainOn, as_messages, encode_chat, encode_prompt, encode_turns, row_tools
 from rl2lightning.data.sources import require
 from rl2lightning.types import ChatBatch, Message, PromptBatch, Row, Sequences
 
@@ -79,7 +78,7 @@ class PromptEncoder(RowEncoder):
         if self.tokenizer is None or self.max_prompt_length is None:
             return True
         ids = encode_prompt(
-            self.tokenizer, row["messages"], tools=_tools(row), apply_chat_template=self.apply_chat_template
+            self.tokenizer, row["messages"], tools=row_tools(row), apply_chat_template=self.apply_chat_template
         )
         return len(ids) <= self.max_prompt_length
 
@@ -149,7 +148,7 @@ class ChatEncoder(RowEncoder):
                     row["messages"],
                     train_on=self.train_on,
                     apply_chat_template=self.apply_chat_template,
-                    tools=_tools(row),
+                    tools=row_tools(row),
                 )
             if len(row["messages"]) > 1:  # text without a prompt has nothing to sample from
                 prompts.append(self.prompt_row(row))
@@ -250,7 +249,7 @@ class PreferenceEncoder(RowEncoder):
         messages = row["messages"] + continuation
         turns = [i for i in range(len(row["messages"]), len(messages)) if messages[i]["role"] == "assistant"]
         encoded = encode_turns(
-            self.tokenizer, messages, turns, apply_chat_template=self.apply_chat_template, tools=_tools(row)
+            self.tokenizer, messages, turns, apply_chat_template=self.apply_chat_template, tools=row_tools(row)
         )
         if len(encoded) > 1:
             raise ValueError(
@@ -276,15 +275,6 @@ def _continuation(value: Any, prompt: list[Message], key: str) -> list[Message]:
 def _is_empty(continuation: list[Message]) -> bool:
     turns = [message for message in continuation if message["role"] == "assistant"]
     return not any(message["content"].strip() or message.get("tool_calls") for message in turns)
-
-
-def _tools(row: Row) -> list[Any] | None:
-    """The row's tool descriptions, a list or (where a table mangles nested types) its JSON."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    if tools and not isinstance(tools, list):
-        raise ValueError(f"'tools' must be a list of tool descriptions or its JSON, not {type(tools).__name__}")
-    return tools or None
 
 
 def _without(row: Row, *keys: str) -> Row:

@@ -45,6 +45,10 @@ class RowOrder:
     def __post_init__(self) -> None:
         self.rows_per_pass = len(self.of_pass(0))
 
+    def reseed(self, seed: int) -> None:
+        """Takes another seed from now on."""
+        self.seed, self._pass = seed, -1
+
     def of_pass(self, number: int) -> list[int]:
         """Row indices in the order of that pass; a function of the seed and the pass alone."""
         if number != self._pass:

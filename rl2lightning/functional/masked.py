@@ -31,7 +31,7 @@ def masked_moments(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> tuple[T
     return mean, (squares / (mask.sum() - int(unbiased)).clamp(min=1)).sqrt()
 
 
-def whiten(x: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps: float = 1e-8) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps: float = 1e-6) -> Tensor:
     """(x - mean) / std on the mask, 0 off it. The caller, who knows over what to take them, gives the moments."""
     return torch.where(mask, (x - mean) / (std + eps), 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,10 +41,10 @@ def resolve_model(path: str, *, weights: bool = True) -> str:
         raise ValueError(f"model '{path}' is no directory here and could not be had from the hub: {error}") from error
 
 
-def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_config(path: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(path)
 
 
 @contextmanager
@@ -63,17 +64,13 @@ def meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def build_causal_lm(
-    config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
-) -> PreTrainedModel:
+def build_causal_lm(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A causal LM with meta parameters and packed attention."""
     from transformers import AutoModelForCausalLM
 
     register_packed_attention()
     with meta_parameters():
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
 
 
 def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:
@@ -153,6 +150,13 @@ def full_weights(lm: PreTrainedModel, dtype: torch.dtype | None = None) -> Itera
     for name, p in lm.named_parameters():
         weight = p.detach() if dtype is None else p.detach().to(dtype)
         yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def copy_generation_config(source: str | Path, directory: str | Path) -> None:
+    """Takes along what a model says of its own generation, above all all of its end-of-sequence tokens."""
+    file = Path(source) / "generation_config.json"
+    if file.is_file():
+        shutil.copyfile(file, Path(directory) / file.name)
 
 
 def save_pretrained(

@@ -106,6 +106,7 @@ def load(
     state: dict[str, Any] = {"state_dict": model_state(model, exclude=exclude)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = optimizer_state(model, optimizer)
+    _check_names(state["state_dict"], path)
     dcp.load(state, checkpoint_id=str(path / "dcp"))
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=False))
     for i, optimizer in enumerate(optimizers):
@@ -114,6 +115,23 @@ def load(
     same_world = len(list(path.glob("rank_*.pt"))) == world
     rng = torch.load(file, map_location="cpu", weights_only=True) if same_world else None
     return meta, rng
+
+
+def _check_names(weights: dict[str, Any], path: Path) -> None:
+    """A clear sentence where the checkpoint is of another model than the one it is loaded into."""
+    stored = dcp.FileSystemReader(str(path / "dcp")).read_metadata().state_dict_metadata
+    for name, ours in weights.items():
+        theirs = getattr(stored.get(f"state_dict.{name}"), "size", None)
+        if theirs is None:
+            raise ValueError(
+                f"checkpoint '{path}' holds no '{name}': it was made with other settings of the model (a reference is "
+                "there only if it was updated then); resume with the settings it was made with"
+            )
+        if tuple(theirs) != tuple(ours.shape):
+            raise ValueError(
+                f"'{name}' has the shape {list(theirs)} in checkpoint '{path}' and {list(ours.shape)} in this model: "
+                "set model.init_args.model to the model it was made with"
+            )
 
 
 def load_full_weights(path: Path, prefix: str) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ from rl2lightning.models.build import (
     load_config,
     load_weights,
     materialize,
-    resolve_model,
 )
 from rl2lightning.models.policy import Policy
 from rl2lightning.parallel import checkpoint as ckpt
@@ -33,10 +32,16 @@ from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
 from rl2lightning.types import Sequences
 
 
-class FSDP2Precision(Precision):
+class BF16MixedPrecision(Precision):
     """`bf16-mixed` as FSDP2 means it: fp32 sharded masters, bf16 compute, fp32 gradient reduction; no autocast."""
 
     precision = "bf16-mixed"
+
+
+class BF16TruePrecision(Precision):
+    """`bf16-true`: bf16 parameters; statistics and losses stay fp32, so no default type is changed."""
+
+    precision = "bf16-true"
 
 
 class FSDP2TPStrategy(ModelParallelStrategy):
@@ -123,12 +128,13 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed":
-            plugin = FSDP2Precision()
-        if plugin is not None and plugin.precision not in ("32-true", "bf16-mixed", "bf16-true"):
-            raise ValueError(
-                f"trainer.precision={plugin.precision} is not supported: use 32-true, bf16-mixed or bf16-true"
-            )
+        name = "32-true" if plugin is None else plugin.precision
+        if isinstance(plugin, MixedPrecision) and name == "bf16-mixed":
+            plugin = BF16MixedPrecision()
+        if isinstance(plugin, HalfPrecision) and name == "bf16-true":
+            plugin = BF16TruePrecision()
+        if name not in ("32-true", "bf16-mixed", "bf16-true"):
+            raise ValueError(f"trainer.precision={name} is not supported: use 32-true, bf16-mixed or bf16-true")
         self._precision_plugin = plugin
 
     @property
@@ -137,19 +143,18 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     # ---- models
 
-    def build_policy(
-        self, model: str, *, random_init: bool, seed: int = 0, trainable: bool = True, trust_remote_code: bool = False
-    ) -> Policy:
+    def build_policy(self, directory: str, *, random_init: bool, seed: int = 0, trainable: bool = True) -> Policy:
         """A sharded policy: fp32 masters if trainable, otherwise frozen in the compute type.
 
         Built on meta, sharded, then each process reads its own slices of the safetensors (or draws random weights).
         """
-        directory = self._on_one_rank_first(lambda: resolve_model(model, weights=not random_init))
-        config = load_config(directory, trust_remote_code=trust_remote_code)
+        config = load_config(directory)
         dtype = (
-            torch.float32 if trainable and not isinstance(self.precision_plugin, HalfPrecision) else self.compute_dtype
+            torch.float32
+            if trainable and not isinstance(self.precision_plugin, BF16TruePrecision)
+            else self.compute_dtype
         )
-        lm = build_causal_lm(config, dtype, trust_remote_code=trust_remote_code)
+        lm = build_causal_lm(config, dtype)
         lm.requires_grad_(trainable)
         policy = Policy(lm)
         blocks = decoder_blocks(lm)
@@ -169,7 +174,7 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         # a frozen one too: `scoring` turns dropout off, and Lightning warns of what is in eval mode
         return policy.train()
 
-    def _on_one_rank_first(self, fn: Any) -> Any:
+    def on_one_rank_first(self, fn: Any) -> Any:
         """Global rank 0 runs fn before the others do, so that a download happens once."""
         first = fn() if self.global_rank == 0 else None
         self.barrier()

@@ -37,11 +37,13 @@ class HFEngine(RolloutEngine):
 
     Args:
         max_num_seqs: most requests decoded at a time; their caches must fit on the device.
+        max_model_len: most tokens of prompt and completion together; None: the model's own limit.
     """
 
-    def __init__(self, max_num_seqs: int = 256) -> None:
+    def __init__(self, max_num_seqs: int = 256, max_model_len: int | None = None) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"engine.init_args.max_num_seqs={max_num_seqs} must be at least 1")
+        self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self._model: PreTrainedModel | None = None
         self._asleep = False
@@ -61,11 +63,12 @@ class HFEngine(RolloutEngine):
         config = AutoConfig.from_pretrained(spec.model_path)
         self._num_layers = _num_full_attention_layers(config)
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if spec.max_model_len is None and limit is None:
-            raise ValueError(f"'{spec.model_path}' names no longest sequence; set max_model_len")
-        if spec.max_model_len is not None and limit is not None and spec.max_model_len > limit:
-            raise ValueError(f"max_model_len={spec.max_model_len} exceeds the {limit} positions of '{spec.model_path}'")
-        self._max_len: int = spec.max_model_len or limit  # type: ignore[assignment]
+        wanted = spec.max_model_len or self.max_model_len
+        if wanted is None and limit is None:
+            raise ValueError(f"'{spec.model_path}' names no longest sequence; set engine.init_args.max_model_len")
+        if wanted is not None and limit is not None and wanted > limit:
+            raise ValueError(f"max_model_len={wanted} exceeds the {limit} positions of '{spec.model_path}'")
+        self._max_len: int = wanted or limit  # type: ignore[assignment]
         self._device = torch.device(spec.device)
         self._stop_token_ids = tuple(spec.stop_token_ids)
         # initialising draws random numbers, which the trainer's generators must not notice
@@ -257,7 +260,7 @@ def _num_full_attention_layers(config: PretrainedConfig) -> int:
     if odd := {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}:
         raise ValueError(
             f"HFEngine handles full attention only, and a {config.model_type} model with this configuration caches in "
-            f"{', '.join(sorted(odd))}; use the vLLM engine for it"
+            f"{', '.join(sorted(odd))}"
         )
     return len(layers)
 

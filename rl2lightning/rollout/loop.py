@@ -1,7 +1,7 @@
 """Plays episodes: many trajectories at once through one engine, their environments and rewards in threads.
 
 An episode is a generator, read from top to bottom in `RolloutLoop._episode`: it yields what it wants next, tokens or a
-call into user code, and is resumed with the outcome. `_Scheduler` runs all of them.
+call into user code, and is resumed with the outcome. `Scheduler` runs all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rl2lightning.data.chat import as_messages, encode_prompt, encode_reply
+from rl2lightning.data.chat import as_messages, encode_prompt, encode_reply, row_tools
 from rl2lightning.environments.base import Environment, StepResult
 from rl2lightning.rewards.base import OnRewardError, Reward, RewardTransform, Scored, WeightedSum, score
 from rl2lightning.rollout.engine import RolloutEngine, derive_seed
@@ -187,7 +187,7 @@ class RolloutLoop:
         self, job: Job, messages: list[Message], prompts: dict[int, tuple[list[Message], list[int]]]
     ) -> Trajectory:
         if job.group_id not in prompts or prompts[job.group_id][0] != messages:
-            tools = None if self.environment is None else self.environment.tools
+            tools = row_tools(job.row) if self.environment is None else self.environment.tools
             ids = encode_prompt(self.tokenizer, messages, tools=tools, apply_chat_template=self.apply_chat_template)
             prompts[job.group_id] = ([dict(message) for message in messages], ids)
         ids = prompts[job.group_id][1]

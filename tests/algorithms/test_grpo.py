@@ -130,7 +130,11 @@ def test_kl_in_the_loss_is_that_of_the_current_policy(scored) -> None:
         ({"kl": KLPenalty(0.1, "k1", "reward")}, ["policy", "reference"]),
         ({"kl": KLPenalty(0.1, "k1", "advantage")}, ["policy", "reference"]),
         ({"updates_per_rollout": 2}, ["policy", "reference"]),
-        ({"updates_per_rollout": 2, "policy_loss": Reinforce()}, ["policy", "reference"]),
+        ({"updates_per_rollout": 2, "policy_loss": Reinforce()}, ["reference"]),
+        (
+            {"updates_per_rollout": 2, "policy_loss": Reinforce(), "mismatch": MismatchCorrection()},
+            ["policy", "reference"],
+        ),
     ],
 )
 def test_old_logps_are_scored_only_where_something_needs_them(scored, settings: dict, expected: list[str]) -> None:

@@ -120,11 +120,10 @@ def test_the_constructor_is_the_schema_of_the_command_line():
             '--data.path=[{"path": "a.jsonl", "weight": 0.5}, "test@b.jsonl"]',
             "--data.train_on=last",
             "--data.val_ratio=0.1",
-            "--data.tokenizer=somewhere",
         ]
     )
     data = parser.instantiate(config).data
     assert data.path == [Source("a.jsonl", 0.5), "test@b.jsonl"]
-    assert (data.train_on, data.val_ratio, data.tokenizer_path, data.batch_size) == ("last", 0.1, "somewhere", 32)
+    assert (data.train_on, data.val_ratio, data.batch_size) == ("last", 0.1, 32)
     config = parser.parse_args(["--data=rl2lightning.data.PromptDataModule", "--data.path=a.jsonl"])
     assert parser.instantiate(config).data.path == "a.jsonl"

@@ -275,5 +275,5 @@ def test_a_template_that_does_not_repeat_the_content_cannot_be_replied_to(chatml
 def test_loading_a_tokenizer(tokenizer_path, chatml, tmp_path):
     assert load_tokenizer(tokenizer_path).chat_template == chatml.chat_template
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ValueError, match=r"no tokenizer in .* set data\.tokenizer"):
+    with pytest.raises(ValueError, match=r"no tokenizer in .* set model\.init_args\.tokenizer"):
         load_tokenizer(str(tmp_path))

@@ -72,11 +72,10 @@ def test_a_conversation_that_is_split_is_one_group(tmp_path, make_trainer, think
     row["messages"] += chat_row("c", "d")["messages"]
     module = ChatDataModule(
         write_rows(tmp_path, [row, chat_row("e", "f")]),
-        tokenizer=str(tmp_path / "thinking"),
         batch_size=2,
         val_ratio=0,
     )
-    (batch,) = set_up(module, make_trainer()).train_dataloader()
+    (batch,) = set_up(module, make_trainer(tokenizer=str(tmp_path / "thinking"))).train_dataloader()
     groups = batch.sequences.group_ids.tolist()
     assert len(groups) == 3
     assert len(set(groups)) == 2
@@ -330,9 +329,9 @@ def test_bad_settings_are_refused(tmp_path, make_trainer):
 def test_a_template_that_fails_does_so_in_setup(tmp_path, make_trainer, chatml):
     chatml.save_pretrained(tmp_path / "broken")
     (tmp_path / "broken" / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    module = ChatDataModule(write_rows(tmp_path, CHAT_ROWS), tokenizer=str(tmp_path / "broken"))
+    module = ChatDataModule(write_rows(tmp_path, CHAT_ROWS))
     with pytest.raises(ValueError, match="row 0 of .*: the chat template refuses a conversation of user: no"):
-        set_up(module, make_trainer())
+        set_up(module, make_trainer(tokenizer=str(tmp_path / "broken")))
 
 
 def test_batches_stay_in_host_memory_as_they_are(tmp_path, make_trainer):
