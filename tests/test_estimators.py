@@ -193,3 +193,10 @@ def test_a_rollout_without_actions_has_no_advantages(estimator):
 def test_a_reward_off_the_actions_is_an_error_not_lost():
     with pytest.raises(ValueError, match="off the actions"):
         GroupRelative()(sequences([[0, 1, 0], [0, 1, 0]], [0, 0], rewards=[[0, 0, 1], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("reward", [0.1, 0.7, -0.35])  # none of which a float holds exactly
+def test_whitened_equal_rewards_are_zero_and_not_their_rounding(reward, per_token):
+    seqs = sequences([[0, 1, 1], [0, 1, 1, 1]], [0, 0], rewards=[[0, 0, reward], [0, 0, 0, reward]])
+    assert BatchWhitened(per_token=per_token)(seqs).advantages.abs().max() < 1e-3

@@ -1,10 +1,11 @@
+import json
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 
-from rl2lightning import SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig
+from rl2lightning import SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PreferenceDataModule
 
 
 @pytest.mark.parametrize(
@@ -118,3 +119,20 @@ def test_a_run_without_held_out_rows_trains_without_a_sanity_check_too(
     assert trainer.global_step == 2
     with pytest.raises(ValueError, match=r"no held-out rows: set data\.val_path or data\.val_ratio"):
         trainer_for(tmp_path).validate(SFT(tiny_model), datamodule=data_for(task))
+
+
+def test_pairs_are_not_imitated(tiny_model: str, tmp_path: Path) -> None:
+    rows = [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    data = PreferenceDataModule(str(tmp_path / "pairs.jsonl"), batch_size=2, val_ratio=0)
+    trainer = L.Trainer(
+        strategy=FSDP2TPStrategy(),
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(ValueError, match="SFT would imitate both"):
+        trainer.fit(SFT(tiny_model), datamodule=data)

@@ -287,3 +287,59 @@ def test_rewards_go_up(tiny_model: str, task: str, tmp_path: Path) -> None:
 def test_monte_carlo_without_a_critic_is_allowed(tiny_model: str, task: str, tmp_path: Path) -> None:
     watch = fit(tiny_model, task, tmp_path, steps=1, advantage=MonteCarlo(use_values=False), loss_level="token")
     assert math.isfinite(watch.metrics[0]["train/loss"])
+
+
+# ---- nothing lost, nothing misread
+
+
+def test_a_sequence_whose_advantage_is_not_a_number_is_left_to_the_guard(scored) -> None:
+    seqs = rollout().replace(advantages=torch.tensor([0.0, float("nan"), 0.0, 0.0, 0.0]))
+    assert scored().worth_a_pass(seqs).input_ids.tolist() == [5, 6, 7]  # the flat one is dropped, this one is not
+
+
+def test_a_constant_level_over_several_turns_needs_its_length() -> None:
+    with pytest.raises(ValueError, match=r"with max_turns=3 set model\.init_args\.loss_length"):
+        GRPO("some/model", loss_level="constant").check_turns(3)
+    GRPO("some/model", loss_level="constant", loss_length=3072).check_turns(3)
+    GRPO("some/model", loss_level="constant").check_turns(1)
+
+
+def test_refilled_groups_are_put_in_the_order_of_their_numbers(scored) -> None:
+    seqs = rollout().replace(group_ids=torch.tensor([7, 2]))
+    assert scored(advantage=MonteCarlo(use_values=False)).learn_from(seqs).input_ids.tolist() == [5, 8, 5, 6, 7]
+
+
+def test_the_order_of_several_updates_follows_the_seed_of_the_run(scored, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Sequences.from_lists(
+        [[5, 6]] * 30, [[False, True]] * 30, list(range(30)), rewards=[[0.0, float(i)] for i in range(30)]
+    )
+    orders = []
+    for seed in ("1", "1", "2"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        module = scored(updates_per_rollout=2, advantage=MonteCarlo(use_values=False), policy_loss=Reinforce())
+        module.reference = None
+        orders.append(module.learn_from(many).group_ids.tolist())
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+@pytest.mark.parametrize("settings", [{"kl": KLPenalty(0.1)}, {"updates_per_rollout": 2}])
+def test_bf16_true_scores_and_trains(tiny_model: str, task: str, tmp_path: Path, settings: dict) -> None:
+    module = GRPO(tiny_model, sampling=SamplingParams(max_tokens=4), samples_per_prompt=4, **settings)
+    trainer = L.Trainer(
+        strategy=FSDP2TPStrategy(),
+        accelerator="cpu",
+        precision="bf16-true",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        limit_val_batches=0,
+        callbacks=[RolloutCallback(environment=task)],
+    )
+    trainer.fit(module, datamodule=PromptDataModule(f"prompts@{task}", prompts_per_rollout=4))
+    assert {p.dtype for p in module.policy.parameters()} == {torch.bfloat16}
+    assert torch.isfinite(trainer.callback_metrics["train/grad_norm"])
+    assert trainer.callback_metrics["train/grad_norm"].dtype == torch.float32

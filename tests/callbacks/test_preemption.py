@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -49,13 +50,16 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     ) as process:
-        deadline = time.monotonic() + 120
-        while len(rollouts(run)) < 3:
-            assert process.poll() is None, process.stdout.read().decode()[-4000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0].decode()
+        try:
+            deadline = time.monotonic() + 120
+            while len(rollouts(run)) < 3:
+                assert process.poll() is None, process.stdout.read().decode()[-4000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            output = process.communicate(timeout=60)[0].decode()
+        finally:
+            process.kill()  # where it did not stop
     assert process.returncode == 130, output[-4000:]
     assert "Traceback" not in output
     path = run / "checkpoints/interrupted.ckpt"
@@ -122,3 +126,16 @@ def test_without_preemption_signals_are_left_to_lightning(make_trainer, grpo, pr
 
     make_trainer(Preemption(enabled=False), Look(), RolloutCallback(rewards=[varied])).fit(grpo(), datamodule=prompts())
     assert handlers == [signal.default_int_handler]
+
+
+def test_a_signal_that_comes_while_waiting_for_the_others_is_not_forgotten() -> None:
+    preemption = Preemption()
+
+    class Strategy:
+        def max_over_processes(self, x):
+            preemption.received = 15  # the handler runs while this process waits
+            return x
+
+    trainer = SimpleNamespace(world_size=2, strategy=Strategy())
+    preemption.on_train_batch_end(trainer, None, None, None, 0)  # nobody had one when they were asked
+    assert preemption.received == 15  # so the next step sees it

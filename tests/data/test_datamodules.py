@@ -204,7 +204,7 @@ def test_a_new_fit_begins_at_the_first_row_and_a_changed_batch_size_warns(tmp_pa
     module = set_up(ChatDataModule(write_rows(tmp_path, CHAT_ROWS), batch_size=2), make_trainer())
     first = all_sequences(module)
     state = module.state_dict()
-    assert state == {"step": 4, "prompt": 0, "batch_size": 2}
+    assert state == {"step": 4, "prompt": 0, "seed": 0, "batch_size": 2}
     module.setup("validate")
     assert module.position.step == 4
     module.setup("fit")
