@@ -25,7 +25,8 @@ from rl2lightning.types import PromptBatch, SamplingParams, Sequences
 class GRPO(PostTrainingModule):
     """Policy gradient on groups of samples without a critic (Shao et al., 2024, arXiv:2402.03300).
 
-    The defaults are GRPO; Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO and CISPO are a config each (`configs/`).
+    Samples whose advantage is 0 cost no forward pass where their loss is 0 as well; the means that are logged are over
+    the others. The defaults are GRPO; Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO and CISPO are a config each (`configs/`).
 
     Args:
         sampling: how rollouts are sampled; the loss scores at its temperature.
