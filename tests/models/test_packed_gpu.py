@@ -59,6 +59,7 @@ def test_a_bf16_step_has_fp32_masters_and_the_loss_of_fp32(tiny_model: str) -> N
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
+            enable_model_summary=False,
         )
         trainer.fit(module, datamodule=cases.Share(cases.batch([20, 30, 9]), cases.ChatBatch))
         losses[precision] = float(trainer.callback_metrics["train/loss"])
