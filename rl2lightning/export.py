@@ -21,15 +21,16 @@ def export(
     from transformers import AutoTokenizer
 
     from rl2lightning.models.build import copy_generation_config, load_config, save_pretrained
-    from rl2lightning.parallel.checkpoint import load_full_weights
+    from rl2lightning.parallel.checkpoint import load_full_weights, locate
 
+    checkpoint = locate(Path(ckpt_path))
     output = Path(output_dir)
     if (output / "config.json").exists():
         raise ValueError(f"'{output}' holds a model already; set --output_dir to a new directory")
-    state = load_full_weights(Path(ckpt_path), f"{submodule}.lm.")
-    config = load_config(str(Path(ckpt_path) / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(Path(ckpt_path) / "model")
+    state = load_full_weights(checkpoint, f"{submodule}.lm.")
+    config = load_config(str(checkpoint / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "model")
     stored = getattr(torch, dtype)
     save_pretrained(config, {name: x.to(stored) for name, x in state.items()}, str(output), tokenizer=tokenizer)
-    copy_generation_config(Path(ckpt_path) / "model", output)
+    copy_generation_config(checkpoint / "model", output)
     return output

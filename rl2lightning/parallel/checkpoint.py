@@ -87,6 +87,12 @@ def remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def locate(path: Path) -> Path:
+    """`path`, or the checkpoint it was replacing when the process was killed between the two renames."""
+    aside = path.with_name(path.name + ".old")
+    return aside if aside.is_dir() and not path.exists() else path
+
+
 def check(path: Path) -> None:
     """A clear sentence where `path` is not a checkpoint."""
     if not path.exists():
@@ -101,6 +107,7 @@ def load(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, exclude: Sequence[str], rank: int, world: int
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Restores weights and optimizers in place, on any mesh; returns the rest, and this rank's random states if any."""
+    path = locate(path)
     check(path)
     meta = torch.load(path / "meta.pt", map_location="cpu", weights_only=True)
     state: dict[str, Any] = {"state_dict": model_state(model, exclude=exclude)}
@@ -136,6 +143,7 @@ def _check_names(weights: dict[str, Any], path: Path) -> None:
 
 def load_full_weights(path: Path, prefix: str) -> dict[str, Tensor]:
     """All weights under `prefix`, whole, in this process alone: for export, without a trainer."""
+    path = locate(path)
     check(path)
     reader = dcp.FileSystemReader(str(path / "dcp"))
     stored = reader.read_metadata().state_dict_metadata

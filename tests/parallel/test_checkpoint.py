@@ -274,3 +274,13 @@ def test_another_strategy_is_refused_by_name(tiny_model: str, task: str, tmp_pat
 def test_precisions_that_fsdp_has_no_use_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.precision=16-true is not supported: use 32-true, bf16-mixed"):
         trainer_for(tmp_path, precision="16-true")
+
+
+def test_a_checkpoint_whose_replacement_was_cut_short_is_found_under_its_other_name(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    assert ckpt.locate(path) == path
+    aside = tmp_path / "last.ckpt.old"  # where the old one waits while the new one takes its name
+    aside.mkdir()
+    assert ckpt.locate(path) == aside
+    path.mkdir()
+    assert ckpt.locate(path) == path
