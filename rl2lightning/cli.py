@@ -21,6 +21,7 @@ from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
+from rl2lightning.compat import take_paths_as_they_are
 from rl2lightning.export import export
 from rl2lightning.suggest import shorten, suggest
 from rl2lightning.types import NonFiniteError
@@ -122,6 +123,14 @@ class Parser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "prog": "rl2lightning", **kwargs})
+
+    def add_subclass_arguments(self, *args: Any, **kwargs: Any) -> Any:
+        # a data or environment file is a value: with sub-configs its content would be read in the place of its path
+        super().add_subclass_arguments(*args, **kwargs)
+        take_paths_as_they_are(self)
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
+        return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
 
     def error(self, message: str, ex: Exception | None = None) -> Any:  # type: ignore[override]
         message = suggest(message, self)

@@ -27,3 +27,14 @@ def ignore_misplaced_advice() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.. is deprecated")
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train_steps")
     warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+
+
+def take_paths_as_they_are(parser: Any) -> None:
+    """Keeps jsonargparse 4.53 from reading a file where a setting of a subclass is meant to be its path.
+
+    `add_subclass_arguments` reads inner config files whatever it is told. Remove when it takes `sub_configs`.
+    """
+    for action in parser._actions:
+        if getattr(action, "_enable_path", False):
+            action._enable_path = False
+            action.sub_add_kwargs = {**action.sub_add_kwargs, "sub_configs": False}

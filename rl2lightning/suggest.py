@@ -67,7 +67,10 @@ def shorten(message: str) -> str:
     owners = [m[1] for line in lines[:first] if (m := re.match(r"Problem with given class_path '([\w.]+)'", line))]
     near = lines[first - 1 : first] if owners else lines[:1]
     keys = [m[1] for line in near if (m := re.match(r'Parser key "([\w.]+)"', line))]
-    return ": ".join([*owners[-1:], *keys, lines[first]])
+    line = lines[first]
+    if line.endswith(":") and first + 1 < len(lines):  # the cause stands below
+        line = f"{line} {lines[first + 1]}"
+    return ": ".join([*owners[-1:], *keys, line])
 
 
 def _keys(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -78,8 +78,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _no_address_left_behind() -> Iterator[None]:
-    """A fit leaves its process group's address in the environment, where processes that later tests start find it."""
+def _nothing_left_in_the_environment() -> Iterator[None]:
+    """A fit leaves its process group's address and its seed there, where processes and runs of later tests find it."""
     yield
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
+    for name in ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
         os.environ.pop(name, None)

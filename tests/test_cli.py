@@ -446,3 +446,12 @@ def test_help_of_export_explains_its_four_settings(run: Run, capsys) -> None:
     ):
         assert explanation in text
     assert "--trainer" not in text  # a checkpoint says all there is to know
+
+
+def test_a_data_file_is_a_path_and_its_content_no_setting(run: Run, capsys, config: Path, tmp_path: Path) -> None:
+    for name, text in (("rows.json", '[{"a": 1}, {"a": 2}]'), ("rows.csv", "q,r\n1,2\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SystemExit) as done:
+            run("fit", "--config", config, f"--data.path={tmp_path / name}", "--print_config")
+        assert done.value.code in (0, None)
+        assert f"path: {tmp_path / name}\n" in capsys.readouterr().out

@@ -256,6 +256,7 @@ class PostTrainingModule(L.LightningModule):
         for i, micro in enumerate(self.ready(seqs, plan)):
             with self.strategy.gradient_sync(self.policy, i == len(plan) - 1):
                 values, diagnostics = loss_fn(micro)
+                assert micro.weights is not None
                 loss = (values * micro.weights).sum()
                 self.manual_backward(loss * self.strategy.gradient_scale)
             metrics.add(loss, micro.weights, diagnostics)
@@ -294,6 +295,7 @@ class PostTrainingModule(L.LightningModule):
         with self.strategy.scoring(self.policy):
             for micro in self.ready(seqs, self.micro_batches(seqs, training=False)):
                 values, diagnostics = loss_fn(micro)
+                assert micro.weights is not None
                 metrics.add((values * micro.weights).sum(), micro.weights, diagnostics)
         return metrics.reduce(self.strategy)
 

@@ -130,6 +130,7 @@ class GRPO(PostTrainingModule):
         rollout = rollout.select(rollout.group_ids.argsort(stable=True))
         seqs = self.advantage(self.score_rollout(rollout))
         if self.kl.place == "advantage" and self.kl.coef:
+            assert seqs.advantages is not None
             seqs = seqs.replace(advantages=seqs.advantages - self.kl.coef * self._old_kl(seqs))
         if self.updates_per_rollout == 1:
             return seqs
@@ -184,6 +185,7 @@ class GRPO(PostTrainingModule):
             if self.mismatch is not None:
                 loss = loss * self.mismatch(old_logps, seqs)
         if self.kl.coef and self.kl.place == "loss":
+            assert seqs.ref_logps is not None
             kl = self.kl(logps, seqs.ref_logps)
             loss, logged = loss + self.kl.coef * kl, logged | {"kl": kl}
         if entropy is not None:

@@ -1,4 +1,4 @@
-"""A run that has to stop leaves a checkpoint: on Ctrl-C, on SIGTERM, and after too many non-finite steps."""
+"""Every run ends with a checkpoint: on Ctrl-C, on SIGTERM, after too many non-finite steps, and between two others."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Preemption(L.Callback):
     """The first SIGINT or SIGTERM, on whichever process, lets the step end, saves `interrupted.ckpt` and ends the fit.
 
     A second Ctrl-C stops at once. The command line then exits with 128 + the signal's number.
+
+    A fit whose last step no ModelCheckpoint saved leaves `final.ckpt`.
 
     Args:
         enabled: false leaves signals to Lightning.
@@ -62,6 +64,10 @@ class Preemption(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._restore()
+        checkpoints = trainer.checkpoint_callbacks
+        saved = {c._last_global_step_saved for c in checkpoints if isinstance(c, ModelCheckpoint)}
+        if checkpoints and not self.received and trainer.global_step not in saved | {0}:
+            self._save(trainer, "the run ends between two checkpoints", "final.ckpt")
         if self._limit_val_batches is not None:
             trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
@@ -70,9 +76,9 @@ class Preemption(L.Callback):
             signal.signal(number, handler)
         self._previous = {}
 
-    def _save(self, trainer: L.Trainer, why: str) -> None:
+    def _save(self, trainer: L.Trainer, why: str, name: str = "interrupted.ckpt") -> None:
         checkpoint = trainer.checkpoint_callback
         directory = checkpoint.dirpath if isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath else None
-        path = Path(directory or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints") / "interrupted.ckpt"
+        path = Path(directory or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints") / name
         trainer.save_checkpoint(path)
         rank_zero_info(f"{why}: checkpoint saved to {path}; go on with --ckpt_path {path}")

@@ -167,9 +167,9 @@ class RolloutCallback(L.Callback):
         batch.trajectories, batch.rolled_out = trajectories, True
         if trajectories:
             batch.rollout = Sequences.from_trajectories(trajectories, temperature=pl_module.sampling.temperature)
-        logged = metrics.reduce(trainer.strategy.gather_objects)
-        self.log("rollout/reward", logged.pop("reward", float("nan")), prog_bar=True, batch_size=1)
-        self.log_dict({f"rollout/{name}": x for name, x in logged.items()}, batch_size=1)
+        logged = metrics.reduce(pl_module.strategy.gather_objects)
+        pl_module.log("rollout/reward", logged.pop("reward", float("nan")), prog_bar=True, batch_size=1)
+        pl_module.log_dict({f"rollout/{name}": x for name, x in logged.items()}, batch_size=1)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(batch, PromptBatch) and self.push_when == "every_step":
@@ -235,8 +235,8 @@ class RolloutCallback(L.Callback):
         if not trainer.predicting:  # nobody asks for the mean of those
             self._evaluation.add(result)
 
-    def _log_evaluation(self, trainer: L.Trainer, prefix: str) -> None:
-        values = self._evaluation.reduce(trainer.strategy.gather_objects)
+    def _log_evaluation(self, trainer: L.Trainer, pl_module: Any, prefix: str) -> None:
+        values = self._evaluation.reduce(pl_module.strategy.gather_objects)
         self._evaluation = RolloutMetrics(self.success_threshold)
         named = {f"{prefix}/{name}": x for name, x in values.items()}
         if trainer.sanity_checking:  # Lightning logs nothing then, but this is the score before training
@@ -245,7 +245,7 @@ class RolloutCallback(L.Callback):
             return
         shown = (f"{prefix}/accuracy", f"{prefix}/reward")
         for name, x in named.items():  # global already; Lightning asks for `sync_dist` all the same
-            self.log(name, x, prog_bar=name in shown, batch_size=1, sync_dist=True)
+            pl_module.log(name, x, prog_bar=name in shown, batch_size=1, sync_dist=True)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -253,7 +253,7 @@ class RolloutCallback(L.Callback):
         self._evaluate(trainer, pl_module, batch)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._log_evaluation(trainer, "val")
+        self._log_evaluation(trainer, pl_module, "val")
 
     def on_test_batch_start(
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -261,7 +261,7 @@ class RolloutCallback(L.Callback):
         self._evaluate(trainer, pl_module, batch)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._log_evaluation(trainer, "test")
+        self._log_evaluation(trainer, pl_module, "test")
 
     def on_predict_batch_start(
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -270,7 +270,7 @@ class RolloutCallback(L.Callback):
         self._predictions += [trajectory_record(t) for t in batch.trajectories]
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        parts = trainer.strategy.gather_objects(self._predictions)
+        parts = pl_module.strategy.gather_objects(self._predictions)
         directory = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: on every process
         self._predictions = []
         if trainer.is_global_zero:

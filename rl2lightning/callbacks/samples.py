@@ -47,7 +47,7 @@ class Samples(L.Callback):
         if not shown or not trainer.is_global_zero:
             return
         rows = [self._row(t) for t in shown]
-        bar = trainer.progress_bar_callback
+        bar: Any = trainer.progress_bar_callback
         show = print if bar is None or bar.is_disabled else bar.print  # above the bar, not into it
         show(f"\nstep {trainer.global_step}: sample completions\n{format_table(_COLUMNS, rows)}\n")
         for logger in trainer.loggers:

@@ -35,5 +35,5 @@ class Throughput(L.Callback):
         self._seconds = keep * self._seconds + (1 - keep) * (now - self._started)
         self._tokens = keep * self._tokens + (1 - keep) * pl_module.num_tokens_in_step
         self._started = now
-        self.log("perf/step_seconds", self._seconds, prog_bar=True, batch_size=1)
-        self.log("perf/tokens_per_second", self._tokens / self._seconds, prog_bar=True, batch_size=1)
+        pl_module.log("perf/step_seconds", self._seconds, prog_bar=True, batch_size=1)
+        pl_module.log("perf/tokens_per_second", self._tokens / self._seconds, prog_bar=True, batch_size=1)

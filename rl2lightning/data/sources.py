@@ -173,8 +173,8 @@ def _read_directory(path: str, directory: Path, split: str) -> Sequence[Row]:
 
     if not any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return _load_dataset(path, str(directory), split)
-    saved = datasets.load_from_disk(str(directory))
-    if isinstance(saved, datasets.DatasetDict):
+    saved: Any = datasets.load_from_disk(str(directory))
+    if isinstance(saved, dict):  # a DatasetDict
         if split not in saved:
             raise ValueError(f"data set {str(directory)!r} has no split {split!r}: it has {', '.join(saved)}")
         return saved[split]
@@ -185,9 +185,11 @@ def _read_directory(path: str, directory: Path, split: str) -> Sequence[Row]:
 
 def _load_dataset(path: str, builder: str, split: str, **arguments: Any) -> Sequence[Row]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(builder, split=split, **arguments)
+        loaded: Any = datasets.load_dataset(builder, split=split, **arguments)
+        return loaded
     except ConnectionError as error:
         raise ValueError(
             f"{path!r} is no local path and the Hugging Face hub was not reached ({error}): "
@@ -195,7 +197,7 @@ def _load_dataset(path: str, builder: str, split: str, **arguments: Any) -> Sequ
         ) from error
     except StopIteration:  # what the json reader raises on a file without rows
         raise ValueError(f"data set {path!r} is empty") from None
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, OSError, DatasetsError) as error:
         if "corresponds to no data" in str(error):  # and what it raises on an empty list or slice
             raise ValueError(f"data set {path!r} is empty") from None
         raise ValueError(f"cannot read data set {path!r}: {error.__cause__ or error}") from error

@@ -139,7 +139,7 @@ class _TokenLogps(torch.autograd.Function):
             for part in _chunks(n, chunk_size):
                 logits = hidden[part] @ cast.T
                 logps[part], lse[part], h = chunk_forward(logits, bias, targets[part], temperature, softcap, entropy)
-                if entropies is not None:
+                if entropies is not None and h is not None:
                     entropies[part] = h
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
         ctx.temperature, ctx.softcap, ctx.chunk_size, ctx.fuse = temperature, softcap, chunk_size, fuse
@@ -148,7 +148,9 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None

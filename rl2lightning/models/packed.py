@@ -157,7 +157,7 @@ def _dense(
             q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
         )
     distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    mask = (distance >= 0) & (distance < window) if windowed else distance >= 0
+    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if not softcap:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=True

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -151,7 +152,7 @@ def load_full_weights(path: Path, prefix: str) -> dict[str, Tensor]:
     state = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
         for name, item in stored.items()
-        if name.startswith(key) and hasattr(item, "size")
+        if name.startswith(key) and isinstance(item, TensorStorageMetadata)
     }
     if not state:
         raise ValueError(f"checkpoint '{path}' holds no weights named '{prefix}*'")

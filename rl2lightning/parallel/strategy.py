@@ -126,8 +126,8 @@ class FSDP2TPStrategy(ModelParallelStrategy):
     def precision_plugin(self) -> Precision:
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    @precision_plugin.setter  # type: ignore[override]
+    def precision_plugin(self, plugin: Precision | None) -> None:  # type: ignore[override]
         name = "32-true" if plugin is None else plugin.precision
         if isinstance(plugin, MixedPrecision) and name == "bf16-mixed":
             plugin = BF16MixedPrecision()
@@ -234,9 +234,13 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     # ---- checkpoints
 
+    @property
+    def _module(self) -> Any:  # a PostTrainingModule, which says what of it is saved
+        return self.lightning_module
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None and self.lightning_module is not None
-        return ckpt.model_state(self.model, exclude=self.lightning_module.checkpoint_exclude)
+        assert self.model is not None
+        return ckpt.model_state(self.model, exclude=self._module.checkpoint_exclude)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         assert self.model is not None
@@ -248,17 +252,15 @@ class FSDP2TPStrategy(ModelParallelStrategy):
                 "save_checkpoint takes no storage_options: a checkpoint is a directory of distributed files"
             )
         path = Path(self.broadcast(str(filepath)))
-        assert self.lightning_module is not None
-        ckpt.save(
-            checkpoint, path, rank=self.global_rank, barrier=self.barrier, files=self.lightning_module.write_model_files
-        )
+        files = self._module.write_model_files
+        ckpt.save(checkpoint, path, rank=self.global_rank, barrier=self.barrier, files=files)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
-        assert self.model is not None and self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        assert self.model is not None
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = [_unwrap(o) for o in self.optimizers] if fitting else []
-        exclude = self.lightning_module.checkpoint_exclude
+        exclude = self._module.checkpoint_exclude
         meta, rng = ckpt.load(
             path, self.model, optimizers, exclude=exclude, rank=self.global_rank, world=self.world_size
         )

@@ -17,12 +17,13 @@ def clock(monkeypatch: pytest.MonkeyPatch):
 def test_steps_are_averaged_and_validation_is_no_part_of_them(clock) -> None:
     callback = Throughput(smoothing=0.5)
     logged: dict[str, float] = {}
-    callback.log = lambda name, x, **kwargs: logged.update({name: x})
+    module = SimpleNamespace(log=lambda name, x, **kwargs: logged.update({name: x}))
     callback.on_train_start(None, None)
 
     def step(seconds: float, tokens: int) -> tuple[float, float]:
         clock.seconds += seconds
-        callback.on_train_batch_end(None, SimpleNamespace(num_tokens_in_step=tokens), None, None, 0)
+        module.num_tokens_in_step = tokens
+        callback.on_train_batch_end(None, module, None, None, 0)
         return logged["perf/step_seconds"], logged["perf/tokens_per_second"]
 
     assert step(4.0, 400) == (4.0, 100.0)
@@ -35,11 +36,12 @@ def test_steps_are_averaged_and_validation_is_no_part_of_them(clock) -> None:
 def test_without_smoothing_each_step_stands_for_itself(clock) -> None:
     callback = Throughput(smoothing=0.0)
     logged: dict[str, float] = {}
-    callback.log = lambda name, x, **kwargs: logged.update({name: x})
+    module = SimpleNamespace(log=lambda name, x, **kwargs: logged.update({name: x}))
     callback.on_train_start(None, None)
     for seconds, tokens in ((5.0, 10), (2.0, 30)):
         clock.seconds += seconds
-        callback.on_train_batch_end(None, SimpleNamespace(num_tokens_in_step=tokens), None, None, 0)
+        module.num_tokens_in_step = tokens
+        callback.on_train_batch_end(None, module, None, None, 0)
     assert logged == {"perf/step_seconds": 2.0, "perf/tokens_per_second": 15.0}
 
 
