@@ -168,5 +168,7 @@ def save_pretrained(
     with meta_parameters():
         shell = AutoModelForCausalLM.from_config(config, dtype=next(iter(state.values())).dtype)
     shell.save_pretrained(directory, state_dict=state)
+    for file in Path(directory).glob("*.safetensors"):  # safetensors writes them for their owner alone
+        shutil.copymode(Path(directory) / "config.json", file)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
