@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -62,19 +62,7 @@ class Trainer(L.Trainer):
             kwargs["logger"] = run_loggers(logger, kwargs["default_root_dir"])
         super().__init__(*args, **kwargs)
 
-    @staticmethod
-    def export(
-        ckpt_path: str, output_dir: str, dtype: Literal["bfloat16", "float32"] = "bfloat16", submodule: str = "policy"
-    ) -> None:
-        """Writes the policy of a checkpoint (only of one you trust) as a Hugging Face model directory.
-
-        Args:
-            ckpt_path: a *.ckpt directory of a run.
-            output_dir: the directory to make; it must not hold a model yet.
-            dtype: type of the stored weights.
-            submodule: which model of the module to export.
-        """
-        print(f"model written to {export(ckpt_path, output_dir, dtype, submodule)}")
+    export = staticmethod(export)  # LightningCLI makes its verbs of the trainer's methods
 
 
 def run_loggers(logger: Logger | list[Logger] | bool | None, root: str) -> list[Logger]:
@@ -184,7 +172,7 @@ class CLI(LightningCLI):
         if subcommand != "export":
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser = self.init_parser(**kwargs)  # a checkpoint says all there is to know: no model, data or trainer
-        self._subcommand_method_arguments[subcommand] = parser.add_function_arguments(Trainer.export)
+        self._subcommand_method_arguments[subcommand] = parser.add_function_arguments(export)
         return parser
 
     def _set_seed(self) -> None:
@@ -198,7 +186,8 @@ class CLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         if subcommand == "export":
             config = self.config.export.as_dict()
-            Trainer.export(**{name: config[name] for name in self._subcommand_method_arguments["export"]})
+            directory = export(**{name: config[name] for name in self._subcommand_method_arguments["export"]})
+            print(f"model written to {directory}")
             return
         if subcommand != "fit":  # which saves nothing, so it matters little that its directory is another
             warnings.filterwarnings("ignore", message="The dirpath has changed")

@@ -9,7 +9,7 @@ from typing import Literal
 def export(
     ckpt_path: str, output_dir: str, dtype: Literal["bfloat16", "float32"] = "bfloat16", submodule: str = "policy"
 ) -> Path:
-    """Writes the policy of a checkpoint as a Hugging Face model directory.
+    """Writes the policy of a checkpoint (only of one you trust) as a Hugging Face model directory.
 
     Args:
         ckpt_path: a *.ckpt directory of a run.
