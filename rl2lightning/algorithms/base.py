@@ -20,7 +20,6 @@ from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.build import copy_generation_config, full_weights, load_config, resolve_model
-from rl2lightning.models.packed import pack
 from rl2lightning.models.policy import Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.seeding import run_seed
@@ -195,7 +194,7 @@ class PostTrainingModule(L.LightningModule):
         """Log-probs [n] (and entropies) of the actions of a micro-batch, 0 off actions, at the sampling temperature."""
         model = self.policy if model is None else model
         assert model is not None
-        seqs = pack(seqs, self.device, self.strategy.compute_dtype)
+        seqs = model.pack(seqs, self.device, self.strategy.compute_dtype)
         return model(seqs, temperature=seqs.temperature, entropy=entropy)
 
     def micro_batches(self, seqs: Sequences, *, training: bool) -> list[list[int]]:
@@ -203,7 +202,7 @@ class PostTrainingModule(L.LightningModule):
         max_tokens = self.max_tokens_per_device if training else self.max_inference_tokens_per_device
         plan = plan_micro_batches(
             seqs.lengths.tolist(),
-            max_tokens=max_tokens,
+            max_tokens=max_tokens * self.strategy.context,  # those processes share a micro-batch
             multiple_of=self.strategy.data_size,
             setting=("max_tokens_per_device" if training else "max_inference_tokens_per_device"),
         )
@@ -212,9 +211,10 @@ class PostTrainingModule(L.LightningModule):
 
     def ready(self, seqs: Sequences, plan: Iterable[list[int]]) -> Iterator[Sequences]:
         """The planned micro-batches on the device; an empty one is a dummy: all ranks run the same collectives."""
+        assert self.policy is not None
         for indices in plan:
             part = seqs.select(indices) if indices else Sequences.dummy(seqs)
-            yield pack(part, self.device, self.strategy.compute_dtype)
+            yield self.policy.pack(part, self.device, self.strategy.compute_dtype)
 
     # ---- validation, test and prediction sample completions, which the RolloutCallback does before these are called
 

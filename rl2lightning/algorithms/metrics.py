@@ -29,7 +29,7 @@ class StepMetrics:
 
     def reduce(self, strategy: FSDP2TPStrategy) -> dict[str, Tensor]:
         """The same on every process; two small all-reduces and no wait for the device."""
-        total = dict(zip(self.sums, strategy.sum_over_tokens(_stack(self.sums)), strict=True))
+        total = dict(zip(self.sums, strategy.sum_over_data(_stack(self.sums)), strict=True))
         weight = total.pop("weight")
         reduced = {name: x if name == "loss" else x / weight for name, x in total.items()}
         if self.maxima:

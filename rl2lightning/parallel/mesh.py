@@ -39,17 +39,34 @@ class Meshes:
 
     root: DeviceMesh  # replicate x shard x context x tensor
     data: DeviceMesh  # distinct batches: replicate x shard
-    parameters: DeviceMesh  # what FSDP2 gets: shard, or replicate x shard (HSDP)
-    loss: DeviceMesh  # every token of a step lies on it exactly once: replicate x shard x context
+    context: DeviceMesh  # processes that share the tokens of one micro-batch
+    replica: DeviceMesh  # processes that work on the same micro-batches: context x tensor
+    parameters: DeviceMesh  # what FSDP2 gets: shard x context as one axis, under replicate where that is more than 1
+    tensor: DeviceMesh  # what tensor parallelism gets; of the same root as `parameters`, as FSDP2 demands
 
     @property
     def num_shards(self) -> int:
         return self.parameters.size(self.parameters.ndim - 1)
 
+    @property
+    def gradient_scale(self) -> int:
+        """Over how many processes FSDP averages gradients: those that tokens are spread over."""
+        return self.parameters.size()
+
 
 def build_meshes(device_type: str, shape: tuple[int, int, int, int]) -> Meshes:
-    """The mesh over all processes and its flattened views; every process must call it."""
+    """The mesh over all processes and its views; every process must call it."""
+    replicate, shard, context, tensor = shape
     root = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-    data = root["replicate", "shard"]._flatten("data")
-    loss = root["replicate", "shard", "context"]._flatten("loss")
-    return Meshes(root, data, root["replicate", "shard"] if shape[0] > 1 else root["shard"], loss)
+    # a mesh of its own for the weights, because slices of flattened axes are on their way out of torch
+    weights = init_device_mesh(
+        device_type, (replicate, shard * context, tensor), mesh_dim_names=("replicate", "shard", "tensor")
+    )
+    return Meshes(
+        root=root,
+        data=root["replicate", "shard"]._flatten("data"),
+        context=root["context"],
+        replica=root["context", "tensor"]._flatten("replica"),
+        parameters=weights["replicate", "shard"] if replicate > 1 else weights["shard"],
+        tensor=weights["tensor"],
+    )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rl2lightning.models.build import (
     build_causal_lm,
@@ -25,35 +24,38 @@ from rl2lightning.models.build import (
     load_weights,
     materialize,
 )
-from rl2lightning.models.policy import Policy
+from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel import checkpoint as ckpt
+from rl2lightning.parallel import precision
 from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
 from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
 from rl2lightning.types import Sequences
 
-
-class BF16MixedPrecision(Precision):
-    """`bf16-mixed` as FSDP2 means it: fp32 sharded masters, bf16 compute, fp32 gradient reduction; no autocast."""
-
-    precision = "bf16-mixed"
-
-
-class BF16TruePrecision(Precision):
-    """`bf16-true`: bf16 parameters; statistics and losses stay fp32, so no default type is changed."""
-
-    precision = "bf16-true"
+T = TypeVar("T")
 
 
 class FSDP2TPStrategy(ModelParallelStrategy):
-    """Shards every model with FSDP2, at any world size and on any device: one code path from a laptop to many nodes.
+    """FSDP2, tensor and sequence parallelism on one mesh, at any world size and on any device: one code path.
 
     Args:
         replicate: copies of the parameters (HSDP when more than 1).
-        shard: processes that share one copy; "auto" takes all that `replicate` leaves.
+        shard: processes that share one copy; "auto" takes all that the other axes leave.
+        context: processes that share the tokens of each micro-batch (ring attention); they shard parameters, too.
+            Settings of the attention go to the plugin `RingAttention` in trainer.plugins.
+        tensor: processes that share each layer's matrices.
+        tensor_sequence: under `tensor`, also spread what lies between the matrix products over the tokens of a row
+            (Megatron's sequence parallelism): less memory, the same traffic.
         reshard_after_forward: frees gathered parameters between forward and backward; None: only where they are shared
             by several processes.
         activation_checkpointing: "full" recomputes each transformer block in the backward pass, which trades a third
-            more compute for memory that does not grow with depth.
+            more compute for memory that does not grow with depth; "selective" does, too, but keeps the output of
+            attention, which at long sequences is most of that third.
+        compile: compile each transformer block (torch.compile).
+        offload: what leaves the GPU for page-locked host memory while an engine generates: the optimizer's state, or
+            that and parameters ("all").
+        cpu_offload: keep parameters, gradients and optimizer state in host memory, fetched block by block: slow, for
+            finding out whether a model fits at all.
+        async_checkpoints: write checkpoints while training goes on; a save waits for the one before it.
         process_group_backend: None: gloo on the CPU, NCCL (with gloo for host data) on GPUs.
         timeout_seconds: how long a collective waits for a missing process before the run ends with an error.
     """
@@ -62,8 +64,15 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         self,
         replicate: int = 1,
         shard: int | Literal["auto"] = "auto",
+        context: int = 1,
+        tensor: int = 1,
+        tensor_sequence: bool = False,
         reshard_after_forward: bool | None = None,
-        activation_checkpointing: Literal["none", "full"] = "none",
+        activation_checkpointing: Literal["none", "selective", "full"] = "none",
+        compile: bool = False,
+        offload: Literal["none", "optimizer", "all"] = "none",
+        cpu_offload: bool = False,
+        async_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout_seconds: int = 1800,
     ) -> None:
@@ -74,8 +83,15 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         )
         self.replicate = replicate
         self.shard: int | Literal["auto"] = shard
+        self.context = context
+        self.tensor = tensor
+        self.tensor_sequence = tensor_sequence
         self.reshard_after_forward = reshard_after_forward
         self.activation_checkpointing = activation_checkpointing
+        self.compile = compile
+        self.offload = offload
+        self.cpu_offload = cpu_offload
+        self.async_checkpoints = async_checkpoints
         self.meshes: Meshes  # from setup_environment on
         self._pending_rng: dict[str, Any] | None = None
 
@@ -93,7 +109,9 @@ class FSDP2TPStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
-        shape = mesh_shape(self.world_size, replicate=self.replicate, shard=self.shard)
+        shape = mesh_shape(
+            self.world_size, replicate=self.replicate, shard=self.shard, context=self.context, tensor=self.tensor
+        )
         self.meshes = build_meshes(self.root_device.type, shape)
         self._device_mesh = self.meshes.root
         assert self.lightning_module is not None
@@ -128,18 +146,11 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     @precision_plugin.setter  # type: ignore[override]
     def precision_plugin(self, plugin: Precision | None) -> None:  # type: ignore[override]
-        name = "32-true" if plugin is None else plugin.precision
-        if isinstance(plugin, MixedPrecision) and name == "bf16-mixed":
-            plugin = BF16MixedPrecision()
-        if isinstance(plugin, HalfPrecision) and name == "bf16-true":
-            plugin = BF16TruePrecision()
-        if name not in ("32-true", "bf16-mixed", "bf16-true"):
-            raise ValueError(f"trainer.precision={name} is not supported: use 32-true, bf16-mixed or bf16-true")
-        self._precision_plugin = plugin
+        self._precision_plugin = precision.translate(plugin)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return torch.float32 if self.precision_plugin.precision == "32-true" else torch.bfloat16
+        return precision.compute_dtype(self.precision_plugin)
 
     # ---- models
 
@@ -149,30 +160,32 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         Built on meta, sharded, then each process reads its own slices of the safetensors (or draws random weights).
         """
         config = load_config(directory)
-        dtype = (
-            torch.float32
-            if trainable and not isinstance(self.precision_plugin, BF16TruePrecision)
-            else self.compute_dtype
-        )
+        dtype = precision.parameter_dtype(self.precision_plugin, trainable=trainable)
         lm = build_causal_lm(config, dtype)
         lm.requires_grad_(trainable)
         policy = Policy(lm)
-        blocks = decoder_blocks(lm)
-        if trainable and self.activation_checkpointing == "full":
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        shared = self.meshes.num_shards > 1
-        reshard_after = shared if self.reshard_after_forward is None else self.reshard_after_forward
-        mp_policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        if self.compute_dtype == torch.float32:
-            mp_policy = MixedPrecisionPolicy()
-        apply_fsdp(policy, blocks, self.meshes.parameters, mp_policy=mp_policy, reshard_after_forward=reshard_after)
-        materialize(lm, self.root_device)
+        self._shard(policy, trainable=trainable)
         if random_init:
             init_weights(lm, config, seed)
         else:
             load_weights(lm, directory)
         # a frozen one too: `scoring` turns dropout off, and Lightning warns of what is in eval mode
         return policy.train()
+
+    def _shard(self, model: PackedModel, *, trainable: bool) -> None:
+        """Spreads a model on meta over the mesh and gives it memory."""
+        blocks = decoder_blocks(model.lm)
+        if trainable and self.activation_checkpointing == "full":
+            model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        shared = self.meshes.num_shards > 1
+        apply_fsdp(
+            model,
+            blocks,
+            self.meshes.parameters,
+            mp_policy=precision.mixed_precision_policy(self.precision_plugin),
+            reshard_after_forward=shared if self.reshard_after_forward is None else self.reshard_after_forward,
+        )
+        materialize(model.lm, self.root_device)
 
     def on_one_rank_first(self, fn: Any) -> Any:
         """Global rank 0 runs fn before the others do, so that a download happens once."""
@@ -191,12 +204,7 @@ class FSDP2TPStrategy(ModelParallelStrategy):
     @property
     def gradient_scale(self) -> int:
         """FSDP averages gradients over the processes that tokens are spread over; the loss is multiplied by that."""
-        return self.meshes.loss.size()
-
-    def sum_over_tokens(self, x: Tensor) -> Tensor:
-        """All-reduced sum over the processes that tokens are spread over."""
-        dist.all_reduce(x, group=self.meshes.loss.get_group())
-        return x
+        return self.meshes.gradient_scale
 
     def max_over_processes(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
@@ -210,13 +218,22 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         dist.all_gather_object(parts, x, group=self.meshes.data.get_group())
         return parts
 
+    def from_first_of_replica(self, fn: Callable[[], T]) -> T:
+        """What fn returns on the first process of a replica (context x tensor), on all of them; the others wait."""
+        if self.meshes.replica.size() == 1:
+            return fn()
+        first = self.meshes.replica.get_local_rank() == 0
+        box: list[Any] = [fn() if first else None]
+        dist.broadcast_object_list(box, group=self.meshes.replica.get_group(), group_src=0)
+        return box[0]
+
     def gather_sequences(self, seqs: Sequences | None) -> Sequences | None:
         """The sequences of all data ranks, in rank order, on every rank; None where no rank has any."""
         parts = [part for part in self.gather_objects(seqs) if part is not None]
         return Sequences.concat(parts) if parts else None
 
     def sum_over_data(self, x: Tensor) -> Tensor:
-        """All-reduced sum over the processes that hold distinct batches."""
+        """All-reduced sum over the processes that hold distinct batches; those of one replica hold the same."""
         dist.all_reduce(x, group=self.meshes.data.get_group())
         return x
 

@@ -151,7 +151,7 @@ def test_a_token_does_not_see_those_after_it() -> None:
 def test_buckets_hold_every_token_once_with_little_padding(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 25))]
-    layout = pack(random_sequences(lengths), torch.device("cpu"), torch.float32).layout
+    layout = pack(random_sequences(lengths), torch.device("cpu"), torch.float32).layout.attention
     real = torch.cat([b.tokens[b.slots] for b in layout.buckets])
     assert sorted(real.tolist()) == list(range(sum(lengths)))
     # `restore` undoes the order of the buckets
@@ -167,8 +167,8 @@ def test_buckets_hold_every_token_once_with_little_padding(seed: int) -> None:
 
 def test_equal_lengths_are_one_bucket_that_needs_no_reordering() -> None:
     layout = pack(random_sequences([7] * 5), torch.device("cpu"), torch.float32).layout
-    assert [(b.num_sequences, b.length) for b in layout.buckets] == [(5, 7)]
-    assert layout.restore is None
+    assert [(b.num_sequences, b.length) for b in layout.attention.buckets] == [(5, 7)]
+    assert layout.attention.restore is None
     assert layout.max_length == 7
 
 
@@ -176,13 +176,17 @@ def test_layout_by_hand() -> None:
     seqs = Sequences.from_lists([[5, 6, 7], [8, 9]], [[False, False, True], [False, True]])
     layout = pack(seqs, torch.device("cpu"), torch.float32).layout
     assert layout.position_ids.tolist() == [0, 1, 2, 0, 1]
-    assert layout.cu_seqlens.tolist() == [0, 3, 5]
+    assert layout.input_ids.tolist() == [5, 6, 7, 8, 9]
     assert layout.actions.tolist() == [2, 4]
+    assert layout.predictors.tolist() == [1, 3]
+    assert layout.targets.tolist() == [7, 9]
+    assert layout.last_rows.tolist() == [2, 4]
+    assert layout.last_of.tolist() == [0, 1]
     # the shorter first, its last token repeated where it is padded: (5 real of 6 slots, a sixth of padding)
-    assert [b.tokens.tolist() for b in layout.buckets] == [[3, 4, 4, 0, 1, 2]]
-    assert layout.buckets[0].slots.tolist() == [0, 1, 3, 4, 5]
-    assert layout.restore is not None
-    assert layout.restore.tolist() == [2, 3, 4, 0, 1]
+    assert [b.tokens.tolist() for b in layout.attention.buckets] == [[3, 4, 4, 0, 1, 2]]
+    assert layout.attention.buckets[0].slots.tolist() == [0, 1, 3, 4, 5]
+    assert layout.attention.restore is not None
+    assert layout.attention.restore.tolist() == [2, 3, 4, 0, 1]
 
 
 def test_what_is_packed_is_not_packed_again() -> None:
