@@ -42,7 +42,8 @@ class NonFiniteGuard:
         self._counts = torch.stack([skipped + bad, (in_a_row + 1) * bad])
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale = None  # type: ignore[attr-defined]
-            optimizer.found_inf = bad  # type: ignore[attr-defined]
+            # where the parameters are: in host memory, if they are kept there
+            optimizer.found_inf = bad.to(optimizer.param_groups[0]["params"][0].device)  # type: ignore[attr-defined]
         elif bool(bad):  # an optimizer of the user's own: here the host has to know
             optimizer.zero_grad(set_to_none=True)
 

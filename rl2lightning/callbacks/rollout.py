@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,9 @@ from rl2lightning.environments.script import ScriptEnvironment
 from rl2lightning.rewards.base import FunctionReward, Reward, RewardTransform
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
 from rl2lightning.rollout.hf import HFEngine
-from rl2lightning.rollout.loop import Job, RolloutLoop
+from rl2lightning.rollout.loop import Job, RolloutLoop, RolloutResult
 from rl2lightning.seeding import run_seed
-from rl2lightning.types import ChatBatch, PromptBatch, Sequences, Trajectory
+from rl2lightning.types import ChatBatch, PromptBatch, SamplingParams, Sequences, Trajectory
 
 
 class RolloutCallback(L.Callback):
@@ -79,7 +80,9 @@ class RolloutCallback(L.Callback):
         self.apply_chat_template = apply_chat_template
         self.tool_workers = tool_workers
         self.seed = run_seed() if seed is None else seed
-        self.loop: RolloutLoop | None = None
+        self.loop: RolloutLoop | None = None  # on the one process of each replica that generates
+        self.version: int | None = None  # optimizer step of the weights that the engine has
+        self._strategy: Any = None
         self._evaluation = RolloutMetrics(success_threshold)
         self._predictions: list[dict[str, Any]] = []
 
@@ -92,13 +95,16 @@ class RolloutCallback(L.Callback):
     # ---- the engine's life
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        if self.loop is not None:
+        if self._strategy is not None:
             return
-        strategy = pl_module.strategy  # which says so if it is not ours
+        self._strategy = strategy = pl_module.strategy  # which says so if it is not ours
         tokenizer = load_tokenizer(pl_module.tokenizer_path)
         from_data = getattr(trainer.datamodule, "apply_chat_template", True)  # type: ignore[attr-defined]
         chat = from_data if self.apply_chat_template is None else self.apply_chat_template
         pl_module.check_turns(self.max_turns)
+        self.version = None
+        if not strategy.is_first_of_replica:
+            return
         self.engine.start(
             EngineSpec(
                 model_path=pl_module.local_model_path(),
@@ -121,6 +127,7 @@ class RolloutCallback(L.Callback):
         )
 
     def _close(self) -> None:
+        self._strategy = None
         if self.loop is not None:
             self.loop = None
             self.engine.shutdown()
@@ -135,17 +142,38 @@ class RolloutCallback(L.Callback):
 
     def push(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Hands the engine the policy's weights unless it has those of this optimizer step; all processes take part."""
-        if self.engine.version != trainer.global_step:
-            self.engine.update_weights(pl_module.policy_weights(), trainer.global_step)
+        if self.version == trainer.global_step:
+            return
+        weights = pl_module.policy_weights()
+        if self.loop is not None:
+            self.engine.update_weights(weights, trainer.global_step)
+        else:
+            for _ in weights:  # gathered by all, kept by those that generate
+                pass
+        self.version = trainer.global_step
+
+    def play(self, jobs: list[Job], sampling: SamplingParams) -> RolloutResult:
+        """Runs trajectories through engine, environment and rewards: once per replica, whose processes share them."""
+        loop, seed = self.loop, self.seed
+        return self._strategy.from_first_of_replica(lambda: loop.run(jobs, sampling, seed=seed))  # type: ignore[union-attr]
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The engine's part of the device, as long as it generates."""
+        with self._strategy.offloaded():
+            if self.loop is not None:
+                self.engine.wake()
+            yield
+            if self.loop is not None:
+                self.engine.sleep()
 
     def collect(
         self, trainer: L.Trainer, pl_module: Any, rows: list[dict], indices: list[int], metrics: RolloutMetrics
     ) -> list[Trajectory]:
         """The trajectories of this process's prompts, samples_per_prompt each."""
-        assert self.loop is not None
         samples = range(pl_module.samples_per_prompt)
         jobs = [Job(row, group_id=i, sample_id=k) for row, i in zip(rows, indices, strict=True) for k in samples]
-        result = self.loop.run(jobs, pl_module.sampling, seed=self.seed)
+        result = self.play(jobs, pl_module.sampling)
         metrics.add(result)
         return result.trajectories
 
@@ -158,12 +186,12 @@ class RolloutCallback(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not isinstance(batch, PromptBatch) or not batch.first_of_rollout:
             return
-        self._prepare(trainer, pl_module)
+        self.push(trainer, pl_module)
         metrics = RolloutMetrics(self.success_threshold)
-        trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
-        if self.dynamic_sampling:
-            trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
-        self.engine.sleep()
+        with self._awake():
+            trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
+            if self.dynamic_sampling:
+                trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
         batch.trajectories, batch.rolled_out = trajectories, True
         if trajectories:
             batch.rollout = Sequences.from_trajectories(trajectories, temperature=pl_module.sampling.temperature)
@@ -174,10 +202,6 @@ class RolloutCallback(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(batch, PromptBatch) and self.push_when == "every_step":
             self.push(trainer, pl_module)
-
-    def _prepare(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.push(trainer, pl_module)
-        self.engine.wake()
 
     def _refill(
         self,
@@ -223,12 +247,11 @@ class RolloutCallback(L.Callback):
     def _evaluate(self, trainer: L.Trainer, pl_module: Any, batch: Any) -> None:
         if not isinstance(batch, (PromptBatch, ChatBatch)):
             return
-        assert self.loop is not None
-        self._prepare(trainer, pl_module)
+        self.push(trainer, pl_module)
         indices = batch.indices if isinstance(batch, PromptBatch) else list(range(len(batch.rows)))
         jobs = [Job(row, group_id=i, sample_id=0) for row, i in zip(batch.rows, indices, strict=True)]
-        result = self.loop.run(jobs, pl_module.eval_sampling, seed=self.seed)
-        self.engine.sleep()
+        with self._awake():
+            result = self.play(jobs, pl_module.eval_sampling)
         batch.trajectories = result.trajectories
         if isinstance(batch, PromptBatch):
             batch.rolled_out = True

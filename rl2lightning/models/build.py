@@ -80,8 +80,8 @@ def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:
     return list(layers)
 
 
-def materialize(lm: PreTrainedModel, device: torch.device) -> None:
-    """Memory for the (sharded) parameters, uninitialised, and buffers to the device; tied weights are tied again."""
+def materialize(lm: PreTrainedModel, device: torch.device, *, buffers: torch.device | None = None) -> None:
+    """Memory for the (sharded) parameters, uninitialised; buffers to theirs or the same device; ties tied again."""
     for module in lm.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
@@ -89,7 +89,7 @@ def materialize(lm: PreTrainedModel, device: torch.device) -> None:
                 module._parameters[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
         for name, b in module._buffers.items():
             if b is not None:
-                module._buffers[name] = b.to(device)
+                module._buffers[name] = b.to(buffers or device)
     if is_tied(lm):
         lm.get_output_embeddings().weight = lm.get_input_embeddings().weight  # type: ignore[union-attr]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -19,12 +20,16 @@ def apply_fsdp(
     *,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool,
+    in_host_memory: bool = False,
 ) -> None:
     """Shards each block and then what is left, the root; over a mesh of two axes (replicate, shard) this is HSDP.
 
     The root is resharded too: a root used under no_grad would otherwise keep its parameters gathered.
+    `in_host_memory` keeps the shards there and fetches each block's when it runs.
     """
-    kwargs = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward}
+    kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward}
+    if in_host_memory:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for block in blocks:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)

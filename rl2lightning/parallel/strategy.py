@@ -29,6 +29,7 @@ from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.parallel import precision
 from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
 from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
+from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
 from rl2lightning.types import Sequences
 
 T = TypeVar("T")
@@ -175,8 +176,16 @@ class FSDP2TPStrategy(ModelParallelStrategy):
     def _shard(self, model: PackedModel, *, trainable: bool) -> None:
         """Spreads a model on meta over the mesh and gives it memory."""
         blocks = decoder_blocks(model.lm)
-        if trainable and self.activation_checkpointing == "full":
-            model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if trainable and self.activation_checkpointing != "none":
+            settings: dict[str, Any] = {"use_reentrant": False}
+            if self.activation_checkpointing == "selective":
+                from rl2lightning.models.attention import keep_attention
+
+                settings["context_fn"] = keep_attention
+            model.lm.gradient_checkpointing_enable(settings)
+        if self.compile:
+            for block in blocks:
+                block.compile()
         shared = self.meshes.num_shards > 1
         apply_fsdp(
             model,
@@ -184,8 +193,12 @@ class FSDP2TPStrategy(ModelParallelStrategy):
             self.meshes.parameters,
             mp_policy=precision.mixed_precision_policy(self.precision_plugin),
             reshard_after_forward=shared if self.reshard_after_forward is None else self.reshard_after_forward,
+            in_host_memory=self.cpu_offload,
         )
-        materialize(model.lm, self.root_device)
+        materialize(model.lm, torch.device("cpu") if self.cpu_offload else self.root_device, buffers=self.root_device)
+
+    def model_to_device(self) -> None:
+        """Nothing to do: `build_policy` puts a model where it belongs, and what is offloaded must not be moved."""
 
     def on_one_rank_first(self, fn: Any) -> Any:
         """Global rank 0 runs fn before the others do, so that a download happens once."""
@@ -218,12 +231,16 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         dist.all_gather_object(parts, x, group=self.meshes.data.get_group())
         return parts
 
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this process acts for its replica where one of its processes is enough."""
+        return self.meshes.replica.get_local_rank() == 0
+
     def from_first_of_replica(self, fn: Callable[[], T]) -> T:
         """What fn returns on the first process of a replica (context x tensor), on all of them; the others wait."""
         if self.meshes.replica.size() == 1:
             return fn()
-        first = self.meshes.replica.get_local_rank() == 0
-        box: list[Any] = [fn() if first else None]
+        box: list[Any] = [fn() if self.is_first_of_replica else None]
         dist.broadcast_object_list(box, group=self.meshes.replica.get_group(), group_src=0)
         return box[0]
 
@@ -248,6 +265,18 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         finally:
             reshard(model)
             model.train(training)
+
+    @contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Makes room for an engine: what the setting `offload` names is in host memory inside."""
+        tensors: list[Tensor] = []
+        if self.offload != "none":
+            tensors += optimizer_tensors(_unwrap(o) for o in self.optimizers)
+        if self.offload == "all":
+            assert self.model is not None
+            tensors += self.model.parameters()
+        with in_host_memory(tensors):
+            yield
 
     # ---- checkpoints
 
