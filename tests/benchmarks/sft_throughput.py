@@ -1,6 +1,6 @@
 """SFT tokens per second and peak memory on one GPU, ours and TRL's, on the same workload in the same run.
 
-    python tests/benchmarks/sft_throughput.py [--trl]
+    python tests/benchmarks/sft_throughput.py [--trl] [--compile]
 
 A random model of the Qwen2.5-1.5B shape; 4 sequences of 4,096 random tokens a step, one packed micro-batch; fp32
 masters, bf16 compute, fused AdamW; mean of the steps after the fourth. TRL needs flash-attn and its own process.
@@ -47,7 +47,7 @@ def report(name: str, times: list[float]) -> None:
     print(f"{name}: {seconds * 1e3:.0f} ms, {SEQUENCES * LENGTH / seconds:,.0f} tok/s, peak {peak:.1f} GiB", flush=True)
 
 
-def ours(model: str, checkpointing: str) -> None:
+def ours(model: str, checkpointing: str, *, compile: bool = False) -> None:
     import lightning as L
 
     from rl2lightning import SFT, FSDP2TPStrategy
@@ -72,7 +72,7 @@ def ours(model: str, checkpointing: str) -> None:
     module = SFT(model, max_tokens_per_device=SEQUENCES * LENGTH)
     module.write_model_files = lambda directory: None
     trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(activation_checkpointing=checkpointing),
+        strategy=FSDP2TPStrategy(activation_checkpointing=checkpointing, compile=compile),
         accelerator="gpu",
         devices=1,
         precision="bf16-mixed",
@@ -84,7 +84,7 @@ def ours(model: str, checkpointing: str) -> None:
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=Data())
-    report(f"rl2lightning, checkpointing {checkpointing}", Clock.times)
+    report(f"rl2lightning{', compiled' if compile else ''}, checkpointing {checkpointing}", Clock.times)
 
 
 def trl(model: str, checkpointing: str) -> None:
@@ -123,17 +123,21 @@ def trl(model: str, checkpointing: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trl", action="store_true", help="run TRL too")
+    parser.add_argument("--compile", action="store_true", help="run ours with compiled blocks too")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)  # library, model, checkpointing: one process each
     args = parser.parse_args()
     if args.only:
         warnings.filterwarnings("ignore")
         library, model, checkpointing = args.only
-        (trl if library == "trl" else ours)(model, checkpointing)
+        if library == "trl":
+            trl(model, checkpointing)
+        else:
+            ours(model, checkpointing, compile=library == "compiled")
         return
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         for checkpointing in ("none", "full"):
-            for library in ("ours", "trl") if args.trl else ("ours",):
+            for library in ["ours", *["compiled"] * args.compile, *["trl"] * args.trl]:
                 command = [sys.executable, __file__, "--only", library, directory, checkpointing]
                 done = subprocess.run(command, capture_output=True, text=True)
                 print(done.stdout[-300:] if done.returncode == 0 else done.stderr[-1500:], flush=True)

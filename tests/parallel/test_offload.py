@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
+
+
+def test_storages_are_empty_inside_and_as_before_afterwards() -> None:
+    x = torch.arange(6.0)
+    parameter = torch.nn.Parameter(x[:4])  # a view, as a shard is one of its padded buffer
+    with in_host_memory([parameter]):
+        assert parameter.untyped_storage().nbytes() == 0
+        assert x.untyped_storage().nbytes() == 0
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+    assert parameter.tolist() == [0, 1, 2, 3]
+    assert parameter.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_views_of_one_storage_are_moved_once() -> None:
+    x = torch.arange(6.0)
+    with in_host_memory([x[:3], x[3:], x]):
+        assert x.untyped_storage().nbytes() == 0
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_error_inside_gives_everything_back() -> None:
+    x = torch.arange(3.0)
+    with pytest.raises(RuntimeError, match="engine"), in_host_memory([x]):
+        raise RuntimeError("engine")
+    assert x.tolist() == [0, 1, 2]
+
+
+def test_the_moments_are_what_an_optimizer_has_to_move() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(2, 3)
+    optimizer.step()
+    state = optimizer.state[weight]
+    tensors = list(optimizer_tensors([optimizer]))
+    assert {id(x) for x in tensors} == {id(state["exp_avg"]), id(state["exp_avg_sq"])}

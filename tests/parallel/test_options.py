@@ -1,0 +1,83 @@
+"""What saves memory or time changes no number: a GRPO run under each option against the run without."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from rl2lightning import GRPO, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
+from rl2lightning.parallel import strategy as strategy_module
+from rl2lightning.types import SamplingParams
+
+
+def weights_after_training(model: str, task: str, directory: Path, **options) -> dict[str, torch.Tensor]:
+    """Three steps on two rollouts, the second generated with weights that were trained; full weights afterwards."""
+    module = GRPO(
+        model,
+        optimizer=OptimizerConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0),
+        sampling=SamplingParams(max_tokens=4),
+        samples_per_prompt=4,
+        updates_per_rollout=2,
+        init_seed=0,
+    )
+    trainer = L.Trainer(
+        strategy=FSDP2TPStrategy(**options),
+        accelerator="cpu",
+        max_steps=3,
+        limit_val_batches=0,
+        callbacks=[RolloutCallback(environment=task, seed=0)],
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=PromptDataModule(f"prompts@{task}", prompts_per_rollout=4, seed=0))
+    assert trainer.global_step == 3
+    return {name: x.clone() for name, x in module.policy_weights()}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: str, task: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return weights_after_training(tiny_model, task, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload": "optimizer"},
+        {"offload": "all"},
+        {"cpu_offload": True},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+    ],
+)
+def test_memory_options_change_no_bit(options: dict, plain: dict, tiny_model: str, task: str, tmp_path: Path) -> None:
+    ours = weights_after_training(tiny_model, task, tmp_path, **options)
+    assert {name for name, x in ours.items() if not torch.equal(x, plain[name])} == set()
+
+
+def test_compiled_blocks_agree_to_rounding(plain: dict, tiny_model: str, task: str, tmp_path: Path) -> None:
+    ours = weights_after_training(tiny_model, task, tmp_path, compile=True)
+    for name, x in ours.items():
+        torch.testing.assert_close(x, plain[name], rtol=1e-3, atol=1e-4)
+
+
+# (before the first rollout, before the second) in sizes of the model: only then are there moments, two per parameter
+@pytest.mark.parametrize(("offload", "sizes"), [("none", (0, 0)), ("optimizer", (0, 2)), ("all", (1, 3))])
+def test_offload_moves_what_it_names_while_the_engine_generates(
+    offload: str, sizes: tuple[int, int], tiny_model: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+    original = strategy_module.in_host_memory
+
+    def watched(tensors):
+        tensors = list(tensors)
+        moved.append(sum(x.numel() for x in tensors))
+        return original(tensors)
+
+    monkeypatch.setattr(strategy_module, "in_host_memory", watched)
+    weights = weights_after_training(tiny_model, task, tmp_path, offload=offload)
+    size = sum(x.numel() for x in weights.values())
+    assert moved == [n * size for n in sizes]
