@@ -164,6 +164,11 @@ class CLI(LightningCLI):
             }
         )
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if args is None or isinstance(args, list):
+            args = _with_class_for_name(sys.argv[1:] if args is None else args)
+        super().parse_arguments(parser, args)
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), "export": set()}
@@ -201,6 +206,17 @@ class CLI(LightningCLI):
         if isinstance(best, ModelCheckpoint) and best.best_model_path:
             score = "" if best.best_model_score is None else f" ({best.monitor} {float(best.best_model_score):.4g})"
             rank_zero_info(f"best checkpoint{score}: {best.best_model_path}")
+
+
+def _with_class_for_name(args: list[str]) -> list[str]:
+    """`--trainer.strategy fsdp2_tp` as its class, so that `--trainer.strategy.tensor 2` may follow."""
+    spelt, value = list(args), '{"class_path": "rl2lightning.FSDP2TPStrategy"}'
+    for i, arg in enumerate(args):
+        if arg == "--trainer.strategy=fsdp2_tp":
+            spelt[i] = f"--trainer.strategy={value}"
+        elif arg == "fsdp2_tp" and i and args[i - 1] == "--trainer.strategy":
+            spelt[i] = value
+    return spelt
 
 
 def main(args: list[str] | None = None) -> None:

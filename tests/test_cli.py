@@ -455,3 +455,13 @@ def test_a_data_file_is_a_path_and_its_content_no_setting(run: Run, capsys, conf
             run("fit", "--config", config, f"--data.path={tmp_path / name}", "--print_config")
         assert done.value.code in (0, None)
         assert f"path: {tmp_path / name}\n" in capsys.readouterr().out
+
+
+def test_the_strategys_name_and_its_settings_go_together(config: Path, run: Run, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run(
+            "fit", "--config", config, "--trainer.strategy", "fsdp2_tp", "--trainer.strategy.tensor=2", "--print_config"
+        )
+    strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    assert strategy["class_path"] == "rl2lightning.FSDP2TPStrategy"
+    assert strategy["init_args"]["tensor"] == 2
