@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -38,3 +40,19 @@ def take_paths_as_they_are(parser: Any) -> None:
         if getattr(action, "_enable_path", False):
             action._enable_path = False
             action.sub_add_kwargs = {**action.sub_add_kwargs, "sub_configs": False}
+
+
+def link_checkpoints_through(trainer: Any, link: Callable[[Path, Path], None]) -> None:
+    """Lets `link(target, name)` make the links of ModelCheckpoint(save_last="link").
+
+    Lightning 2.6 removes the checkpoint that `last.ckpt` points at before it points it elsewhere, and knows of no
+    target that is still being written. Remove when ModelCheckpoint asks the strategy.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def instead(trainer: Any, filepath: str, linkpath: str) -> None:
+        link(Path(filepath), Path(linkpath))
+
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._link_checkpoint = instead  # of this object: others of the class stay as they are

@@ -168,6 +168,13 @@ class PostTrainingModule(L.LightningModule):
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
         copy_generation_config(source, directory)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["nonfinite_steps"] = self.guard.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "nonfinite_steps" in checkpoint:  # not in those of version 0.1.0
+            self.guard.load_state_dict(checkpoint["nonfinite_steps"])
+
     # ---- optimizers
 
     def configure_optimizers(self) -> Any:

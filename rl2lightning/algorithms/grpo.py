@@ -204,6 +204,7 @@ class GRPO(PostTrainingModule):
     # ---- a rollout in progress survives in the checkpoint
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         checkpoint["seed"] = self.seed
         if self.experience is not None:
             seqs = self.experience
@@ -212,5 +213,6 @@ class GRPO(PostTrainingModule):
             checkpoint["experience"] = fields
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         self.seed = checkpoint["seed"]
         self.experience = Sequences(**checkpoint["experience"]) if "experience" in checkpoint else None

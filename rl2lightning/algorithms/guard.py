@@ -32,6 +32,14 @@ class NonFiniteGuard:
         """Steps skipped so far, on the device."""
         return torch.zeros(()) if self._counts is None else self._counts[0].clone()
 
+    def state_dict(self) -> dict[str, float]:
+        skipped, in_a_row = (0.0, 0.0) if self._counts is None else self._counts.tolist()
+        return {"skipped": skipped, "in_a_row": in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self._counts = torch.tensor([state_dict["skipped"], state_dict["in_a_row"]])
+        self._seen = self._event = None
+
     def before_step(self, optimizer: Optimizer, finite: Tensor | None) -> None:
         """Tells the optimizer whether to skip; None: a step without gradients, of which nothing is to be said."""
         if finite is None:

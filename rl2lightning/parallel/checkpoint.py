@@ -13,9 +13,9 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,63 +42,100 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return get_optimizer_state_dict(model, optimizer)
 
 
-def save(
-    checkpoint: dict[str, Any],
-    path: Path,
-    *,
-    rank: int,
-    barrier: Callable[[], None],
-    files: Callable[[Path], None],
-) -> None:
-    """Writes beside `path` and renames after every process has succeeded; `files` adds the model's own files."""
-    partial = path.with_name(path.name + ".incomplete")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    barrier()
-    state = {"state_dict": checkpoint.pop("state_dict")}
-    state |= {f"optimizer_{i}": x for i, x in enumerate(checkpoint.pop("optimizer_states", []))}
-    torch.save(rng_state(), partial / f"rank_{rank:05d}.pt")
-    if rank == 0:
-        torch.save(checkpoint, partial / "meta.pt")
-        files(partial / "model")
-    dcp.save(state, checkpoint_id=str(partial / "dcp"))
-    barrier()
-    if rank == 0:
-        _replace(partial, path)
-    barrier()
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; raised on every process, whichever of them failed."""
 
 
-def _replace(source: Path, target: Path) -> None:
-    aside = target.with_name(target.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if target.exists():
+def beside(path: Path, suffix: Literal["incomplete", "old", "removed"]) -> Path:
+    """What a checkpoint is called before it is complete, while its successor takes its name, while it is deleted."""
+    return path.with_name(f"{path.name}.{suffix}")
+
+
+def replace(source: Path, target: Path) -> None:
+    """Gives `source` the name `target`; killed between the renames, it leaves what was there as `target.old`."""
+    aside = beside(target, "old")
+    delete(aside)
+    if os.path.lexists(target):  # a dangling link, too
         os.replace(target, aside)
     os.replace(source, target)
-    shutil.rmtree(aside, ignore_errors=True)
+    delete(aside)
 
 
-def remove(path: Path) -> None:
-    """Renames first, so that a half-deleted checkpoint never looks like a whole one."""
-    if not path.exists():
-        return
-    aside = path.with_name(path.name + ".removed")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+def link(target: Path, name: Path) -> None:
+    """Makes `name` a relative symbolic link to `target`, in one step, so that it points somewhere at any time."""
+    if name.is_dir() and not name.is_symlink():
+        remove(name)  # a checkpoint of a run that did not link
+    new = name.with_name(f"{name.name}.link")
+    delete(new)
+    new.symlink_to(os.path.relpath(target, name.parent))
+    os.replace(new, name)
+
+
+def remove(path: Path, *, successor: Path | None = None) -> None:
+    """Renames first, so that a half-deleted checkpoint never looks like a whole one.
+
+    Links beside it that point at it point at `successor` before it goes.
+    """
+    if path.is_dir() and not path.is_symlink():
+        for other in path.parent.iterdir():
+            if successor is not None and other.is_symlink() and other.resolve() == path.resolve():
+                link(successor, other)
+        aside = beside(path, "removed")
+        delete(aside)
+        os.replace(path, aside)
+        path = aside
+    delete(path)
+
+
+def delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def tidy(directory: Path) -> None:
+    """Clears what killed processes left beside the checkpoints, and gives those that were being replaced their name."""
+    for aside in directory.glob("*.ckpt.old"):
+        path = aside.with_suffix("")
+        if path.exists():
+            delete(aside)
+        else:
+            os.replace(aside, path)
+    for left in (*directory.glob("*.ckpt.incomplete"), *directory.glob("*.ckpt.removed")):
+        delete(left)
 
 
 def locate(path: Path) -> Path:
     """`path`, or the checkpoint it was replacing when the process was killed between the two renames."""
-    aside = path.with_name(path.name + ".old")
+    aside = beside(path, "old")
     return aside if aside.is_dir() and not path.exists() else path
+
+
+def is_complete(path: Path) -> bool:
+    return (path / "meta.pt").is_file() and (path / "dcp" / ".metadata").is_file()
+
+
+def newest(directories: Iterable[Path]) -> Path | None:
+    """The complete checkpoint written last in any of the directories, if there is one that a run can go on from."""
+    found = [path for d in directories for pattern in ("*.ckpt", "*.ckpt.old") for path in d.glob(pattern)]
+    found = [path for path in found if is_complete(path) and not path.is_symlink()]
+    for path in sorted(found, key=lambda path: (path / "meta.pt").stat().st_mtime_ns, reverse=True):
+        if "loops" in read_meta(path):  # not so where only weights were saved
+            return path
+    return None
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Lightning's part: loops, callbacks, schedulers, data position."""
+    return torch.load(path / "meta.pt", map_location="cpu", weights_only=True)
 
 
 def check(path: Path) -> None:
     """A clear sentence where `path` is not a checkpoint."""
     if not path.exists():
         raise ValueError(f"checkpoint '{path}' does not exist; set --ckpt_path to a *.ckpt directory of a run")
-    if not (path / "meta.pt").is_file() or not (path / "dcp" / ".metadata").is_file():
+    if not is_complete(path):
         raise ValueError(
             f"'{path}' is not a complete checkpoint (no meta.pt or dcp/.metadata); name another in --ckpt_path"
         )
@@ -110,7 +147,9 @@ def load(
     """Restores weights and optimizers in place, on any mesh; returns the rest, and this rank's random states if any."""
     path = locate(path)
     check(path)
-    meta = torch.load(path / "meta.pt", map_location="cpu", weights_only=True)
+    meta = read_meta(path)
+    if optimizers and "loops" not in meta:
+        raise ValueError(f"checkpoint '{path}' has weights only (save_weights_only): a fit cannot go on from it")
     state: dict[str, Any] = {"state_dict": model_state(model, exclude=exclude)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = optimizer_state(model, optimizer)
