@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 import rl2lightning
@@ -21,8 +23,9 @@ from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
-from rl2lightning.compat import take_paths_as_they_are
+from rl2lightning.compat import find_last_checkpoint_with, take_paths_as_they_are
 from rl2lightning.export import export
+from rl2lightning.parallel.checkpoint import CheckpointError, newest
 from rl2lightning.suggest import shorten, suggest
 from rl2lightning.types import NonFiniteError
 
@@ -61,6 +64,18 @@ class Trainer(L.Trainer):
             kwargs["default_root_dir"] = str(kwargs.get("default_root_dir") or "runs")
             kwargs["logger"] = run_loggers(logger, kwargs["default_root_dir"])
         super().__init__(*args, **kwargs)
+        find_last_checkpoint_with(self, self._last_checkpoint)
+
+    def _last_checkpoint(self, fn: TrainerFn) -> Path | None:
+        """What `ckpt_path="last"` means: the newest complete checkpoint of all runs in this root directory."""
+        root = Path(self.default_root_dir)
+        own = [Path(c.dirpath) for c in self.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
+        path = newest({root / "checkpoints", *root.glob("version_*/checkpoints"), *own})
+        if path is None and fn != TrainerFn.FITTING:
+            raise ValueError(f"--ckpt_path last: no complete checkpoint of a run was found in '{root}'; name one")
+        if path is None:
+            rank_zero_info(f"no checkpoint in '{root}' yet: a new run begins")
+        return path
 
     export = staticmethod(export)  # LightningCLI makes its verbs of the trainer's methods
 
@@ -201,6 +216,9 @@ class CLI(LightningCLI):
     def after_fit(self) -> None:
         preemption = next(c for c in self.trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
         if preemption.received:
+            launched = isinstance(self.trainer.strategy.launcher, _SubprocessScriptLauncher)
+            if launched and self.trainer.local_rank:
+                return  # Lightning's launcher would kill the process that others wait for, which says how it went
             sys.exit(128 + preemption.received)
         best = self.trainer.checkpoint_callback
         if isinstance(best, ModelCheckpoint) and best.best_model_path:
@@ -223,7 +241,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line; an error of the user's is one sentence, not a traceback."""
     try:
         CLI(args=args)
-    except (ValueError, NonFiniteError) as error:
+    except (ValueError, NonFiniteError, CheckpointError) as error:
         if os.environ.get("RL2LIGHTNING_TRACEBACK"):
             raise
         sys.exit(f"rl2lightning: error: {shorten(str(error))}\n(RL2LIGHTNING_TRACEBACK=1 shows where it was raised)")

@@ -7,7 +7,10 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch.trainer.states import TrainerFn
 
 
 @functools.cache
@@ -40,6 +43,21 @@ def take_paths_as_they_are(parser: Any) -> None:
         if getattr(action, "_enable_path", False):
             action._enable_path = False
             action.sub_add_kwargs = {**action.sub_add_kwargs, "sub_configs": False}
+
+
+def find_last_checkpoint_with(trainer: Any, find: Callable[[TrainerFn], Path | None]) -> None:
+    """Lets `find` say what `ckpt_path="last"` means; None: nothing, so a fit begins anew.
+
+    Lightning 2.6 looks only into the directory of the new run, and only for files called `last`. Remove when Trainer
+    has a hook for it.
+    """
+    connector = trainer._checkpoint_connector
+    parse = connector._parse_ckpt_path
+
+    def instead(state_fn: TrainerFn, ckpt_path: Any, **kwargs: Any) -> Any:
+        return parse(state_fn, find(state_fn) if ckpt_path == "last" else ckpt_path, **kwargs)
+
+    connector._parse_ckpt_path = instead
 
 
 def link_checkpoints_through(trainer: Any, link: Callable[[Path, Path], None]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 
 from rl2lightning.types import NonFiniteError
@@ -19,7 +20,11 @@ from rl2lightning.types import NonFiniteError
 class Preemption(L.Callback):
     """The first SIGINT or SIGTERM, on whichever process, lets the step end, saves `interrupted.ckpt` and ends the fit.
 
-    A second Ctrl-C stops at once. The command line then exits with 128 + the signal's number.
+    A second Ctrl-C stops at once, as does the first signal before training has begun: there is nothing to save then. The
+    command line exits with 128 + the signal's number.
+
+    Under SLURM the signal that asks for a requeue (`--signal=SIGUSR1@90`) waits for the end of the step, too; then
+    Lightning saves and requeues.
 
     A fit whose last step no ModelCheckpoint saved leaves `final.ckpt`.
 
@@ -31,17 +36,37 @@ class Preemption(L.Callback):
         self.enabled = enabled
         self.received: int = 0  # number of the signal, the same on every process once the fit has ended
         self._previous: dict[int, Any] = {}
+        self._requeue: int | None = None  # SLURM's signal
+        self._training = False
         self._limit_val_batches: int | float | None = None
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._install(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.received = 0
-        if self.enabled and threading.current_thread() is threading.main_thread():  # others may not handle signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+        self._install(trainer)
+        self._training = True
+
+    def _install(self, trainer: L.Trainer) -> None:
+        # only the main thread may; and not before Lightning has installed its own handlers, which send to the others
+        # from within, in the middle of whatever they are doing
+        if not self.enabled or self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        requeue = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self._requeue = environment.requeue_signal if requeue else None
+        for number in (signal.SIGINT, signal.SIGTERM, *([self._requeue] if self._requeue else [])):
+            self._previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if not self._training:
+            raise SystemExit(128 + number)
+        if number == self._requeue:
+            self.received = self.received or number
+            return
+        if number == signal.SIGINT and self.received in (signal.SIGINT, signal.SIGTERM):
+            raise SystemExit(128 + number)
         self.received = number
         rank_zero_info("\nstopping after this step; press Ctrl-C again to stop at once")
 
@@ -51,7 +76,11 @@ class Preemption(L.Callback):
         agreed = self.received
         if trainer.world_size > 1:  # host memory: no wait for the device
             agreed = int(trainer.strategy.max_over_processes(torch.tensor(self.received)))  # type: ignore[attr-defined]
-        if agreed:  # a signal that came while waiting for the others is seen after the next step
+        if agreed == self._requeue:
+            self.received = 0
+            self._previous[agreed](agreed, None)  # Lightning's
+            trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
+        elif agreed:  # a signal that came while waiting for the others is seen after the next step
             self.received = agreed
             self._save(trainer, f"signal {signal.Signals(self.received).name}")
             trainer.should_stop = True
@@ -72,6 +101,7 @@ class Preemption(L.Callback):
             trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     def _restore(self) -> None:
+        self._training = False
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
@@ -81,4 +111,5 @@ class Preemption(L.Callback):
         directory = checkpoint.dirpath if isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath else None
         path = Path(directory or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints") / name
         trainer.save_checkpoint(path)
+        trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
         rank_zero_info(f"{why}: checkpoint saved to {path}; go on with --ckpt_path {path}")
