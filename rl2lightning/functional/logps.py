@@ -1,20 +1,55 @@
 """Log-probs and entropy from hidden states, a chunk of tokens at a time: the [n, V] logits never exist.
 
 At 131k tokens and 152k words the logits alone would take 80 GB in fp32. The forward pass keeps one log-normaliser per
-token; the backward pass computes each chunk's logits again.
+token; the backward pass computes each chunk's logits again. Where the vocabulary is cut over processes (`VocabShard`),
+each works through all chunks on its own words, and one collective at the end combines what they found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
 
 _CHUNK_LOGITS = 2**27  # logits of one chunk when its size is not given: half a GiB in fp32, of which about three live
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The words `offset`, `offset + 1`, … that a process has the output layer's rows of; its group has them all."""
+
+    offset: int
+    group: dist.ProcessGroup
+
+    @staticmethod
+    def of(weight: DTensor) -> VocabShard:
+        """That of an output layer [V, H] cut by words over a mesh of one axis, evenly or not."""
+        mesh = weight.device_mesh
+        assert mesh.ndim == 1 and weight.placements == (Shard(0),), weight.placements
+        per_process = -(-weight.shape[0] // mesh.size())  # the last processes may have fewer
+        return VocabShard(per_process * mesh.get_local_rank(), mesh.get_group())
+
+    def locate(self, targets: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
+        """Where each target stands among the `num_words` of this process, and whether it is one of them."""
+        index = targets - self.offset
+        return index.clamp(0, num_words - 1), (index >= 0) & (index < num_words)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[...] of each of r processes to [r, ...]."""
+        out = x.new_empty(self.group.size(), *x.shape)
+        dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=self.group)
+        return out
+
+    def add_up(self, x: Tensor) -> None:
+        """The sum over the processes, in place."""
+        dist.all_reduce(x, group=self.group)
 
 
 def token_logps(
@@ -28,6 +63,7 @@ def token_logps(
     softcap: float | None = None,
     bias: Tensor | None = None,
     fuse: bool = False,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target, and the entropy of its distribution, under softmax(hidden @ weight.T / temperature).
 
@@ -45,6 +81,8 @@ def token_logps(
         bias: [V] of the output layer.
         fuse: compile what runs between the matrix products: nearly twice as fast on a GPU after some seconds at the
             first call.
+        shard: which words `weight` and `bias` are of, where they are not all of them; every process of its group calls
+            with the same hidden states and targets, gets the same outputs, and must give them the same gradients.
 
     Returns:
         logps [n] and entropy [n] in nats (None unless asked for), float32, or float64 from float64.
@@ -53,7 +91,7 @@ def token_logps(
         raise ValueError(f"temperature={temperature} must be positive to take log-probs; greedy sampling has none")
     if chunk_size is None:
         chunk_size = default_chunk_size(weight.shape[0])
-    return _TokenLogps.apply(hidden, weight, bias, targets, temperature, softcap, chunk_size, entropy, fuse)
+    return _TokenLogps.apply(hidden, weight, bias, targets, temperature, softcap, chunk_size, entropy, fuse, shard)
 
 
 def default_chunk_size(vocab_size: int) -> int:
@@ -73,22 +111,34 @@ def _scaled(logits: Tensor, bias: Tensor | None, temperature: float, softcap: fl
 
 
 def _chunk_forward(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, softcap: float | None, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, log-normalisers and entropies [c] of one chunk of raw logits [c, V]."""
+    logits: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    present: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    entropy: bool,
+) -> Tensor:
+    """Of a chunk's raw logits [c, V]: log-normaliser, target's logit (0 where absent) and, for the entropy, mean logit.
+
+    Returns:
+        [2 or 3, c].
+    """
     logits = _scaled(logits, bias, temperature, softcap)
     lse = logits.logsumexp(-1)
-    logps = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - lse
+    chosen = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    if present is not None:
+        chosen = chosen * present
     if not entropy:
-        return logps, lse, None
-    # H = lse - sum(p * z)
-    return logps, lse, lse - ((logits - lse.unsqueeze(-1)).exp() * logits).sum(-1)
+        return torch.stack([lse, chosen])
+    return torch.stack([lse, chosen, ((logits - lse.unsqueeze(-1)).exp() * logits).sum(-1)])
 
 
 def _chunk_backward(
     raw: Tensor,
     bias: Tensor | None,
-    targets: Tensor,
+    index: Tensor,
+    present: Tensor | None,
     lse: Tensor,
     entropy: Tensor | None,
     grad_logps: Tensor,
@@ -104,7 +154,8 @@ def _chunk_backward(
     else:
         p, constant = log_p.exp(), grad_logps + grad_entropy * entropy
         grad = log_p.mul_(-grad_entropy.unsqueeze(-1)).sub_(constant.unsqueeze(-1)).mul_(p)
-    grad.scatter_add_(-1, targets.unsqueeze(-1), grad_logps.unsqueeze(-1))
+    of_target = grad_logps if present is None else grad_logps * present
+    grad.scatter_add_(-1, index.unsqueeze(-1), of_target.unsqueeze(-1))
     if softcap is not None:  # through tanh: 1 - tanh^2, the logits being softcap * tanh / temperature
         grad *= 1 - (logits * (temperature / softcap)).square()
     return (grad if temperature == 1.0 else grad.div_(temperature)).to(raw.dtype)
@@ -129,29 +180,40 @@ class _TokenLogps(torch.autograd.Function):
         chunk_size: int,
         entropy: bool,
         fuse: bool,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor | None]:
-        n, dtype = hidden.shape[0], _softmax_dtype(hidden)
-        logps, lse = hidden.new_empty(n, dtype=dtype), hidden.new_empty(n, dtype=dtype)
-        entropies = hidden.new_empty(n, dtype=dtype) if entropy else None
+        n = hidden.shape[0]
+        index, present = (targets, None) if shard is None else shard.locate(targets, weight.shape[0])
+        found = hidden.new_empty(3 if entropy else 2, n, dtype=_softmax_dtype(hidden))
         chunk_forward = _fused(_chunk_forward) if fuse else _chunk_forward
         with torch.autocast(hidden.device.type, enabled=False):
             cast = weight.to(hidden.dtype)
             for part in _chunks(n, chunk_size):
-                logits = hidden[part] @ cast.T
-                logps[part], lse[part], h = chunk_forward(logits, bias, targets[part], temperature, softcap, entropy)
-                if entropies is not None and h is not None:
-                    entropies[part] = h
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
-        ctx.temperature, ctx.softcap, ctx.chunk_size, ctx.fuse = temperature, softcap, chunk_size, fuse
+                here = None if present is None else present[part]
+                found[:, part] = chunk_forward(
+                    hidden[part] @ cast.T, bias, index[part], here, temperature, softcap, entropy
+                )
+        if shard is not None and n:
+            found = _combine(shard.gather(found))
+        lse, chosen = found[0], found[1]
+        entropies = lse - found[2] if entropy else None  # H = lse - sum(p * z)
+        ctx.save_for_backward(hidden, weight, bias, index, present, lse, entropies)
+        ctx.temperature, ctx.softcap, ctx.chunk_size, ctx.fuse, ctx.shard = (
+            temperature,
+            softcap,
+            chunk_size,
+            fuse,
+            shard,
+        )
         ctx.set_materialize_grads(False)
-        return logps, entropies
+        return chosen - lse, entropies
 
     @staticmethod
     @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
+        hidden, weight, bias, index, present, lse, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
@@ -163,7 +225,8 @@ class _TokenLogps(torch.autograd.Function):
                 grad = chunk_backward(
                     hidden[part] @ cast.T,
                     bias,
-                    targets[part],
+                    index[part],
+                    None if present is None else present[part],
                     lse[part],
                     entropies[part] if entropies is not None else None,
                     grad_logps[part] if grad_logps is not None else torch.zeros_like(lse[part]),
@@ -177,12 +240,23 @@ class _TokenLogps(torch.autograd.Function):
                     _add_product(grad_weight, grad.T, hidden[part])
                 if grad_bias is not None:
                     grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        if grad_hidden is not None and ctx.shard is not None and hidden.shape[0]:
+            ctx.shard.add_up(grad_hidden)  # each process knows what its own words ask of the hidden states
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
             grad_bias.to(bias.dtype) if grad_bias is not None else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
+
+
+def _combine(parts: Tensor) -> Tensor:
+    """What each of r processes found on its own words, [r, 2 or 3, n], as that of all words, [2 or 3, n]."""
+    lse = parts[:, 0].logsumexp(0)
+    combined = [lse, parts[:, 1].sum(0)]
+    if parts.shape[1] == 3:  # means weighted by the share of the probability that a process's words have
+        combined.append(((parts[:, 0] - lse).exp() * parts[:, 2]).sum(0))
+    return torch.stack(combined)
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from rl2lightning.functional.logps import token_logps
+from rl2lightning.functional.logps import VocabShard, token_logps
 from rl2lightning.models.packed import Pack, pack
 from rl2lightning.types import Sequences
 
@@ -42,6 +43,10 @@ class Policy(PackedModel):
     Only the positions that predict an action go through the head, in chunks, so no [n, vocabulary] tensor exists.
     """
 
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__(lm)
+        _refuse_scaled_logits(lm)
+
     def forward(self, seqs: Sequences, *, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the actions at `temperature`, and the entropies of their distributions if asked for.
 
@@ -56,15 +61,35 @@ class Policy(PackedModel):
         layout = seqs.layout
         hidden = self.hidden_states(seqs)
         head = self.lm.get_output_embeddings()
+        weight, bias, shard = head.weight, head.bias, None  # type: ignore[union-attr]
+        if isinstance(weight, DTensor):  # under tensor parallelism, cut by words
+            shard = VocabShard.of(weight)
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[union-attr]
         logps, entropies = token_logps(
             hidden[layout.predictors],  # x[i] describes token i given the tokens before it
-            head.weight,  # type: ignore[union-attr, arg-type]
+            weight,  # type: ignore[arg-type]
             layout.targets,
             temperature=temperature,
             entropy=entropy,
             fuse=hidden.is_cuda,
             softcap=getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None),
+            bias=bias,  # type: ignore[arg-type]
+            shard=shard,
         )
         if entropies is None:
             return layout.scatter_actions(logps, seqs.num_tokens), None
         return layout.scatter_actions(logps, seqs.num_tokens), layout.scatter_actions(entropies, seqs.num_tokens)
+
+
+_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")  # Granite, Cohere, Falcon-H1
+
+
+def _refuse_scaled_logits(lm: PreTrainedModel) -> None:
+    """Log-probs are taken of hidden states times the head's weight; a factor of the family's own would be lost."""
+    for name in _SCALES:
+        factor = getattr(lm.config.get_text_config(), name, None)
+        if factor not in (None, 1, 1.0):
+            raise ValueError(
+                f"{type(lm).__name__} scales its logits ({name}={factor}), which is not supported: "
+                "set model.init_args.model to a model of another family"
+            )

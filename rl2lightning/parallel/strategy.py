@@ -30,6 +30,7 @@ from rl2lightning.parallel import precision
 from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
 from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
 from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
+from rl2lightning.parallel.tensor import apply_tensor_parallel
 from rl2lightning.types import Sequences
 
 T = TypeVar("T")
@@ -175,6 +176,7 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     def _shard(self, model: PackedModel, *, trainable: bool) -> None:
         """Spreads a model on meta over the mesh and gives it memory."""
+        apply_tensor_parallel(model.lm, self.meshes.tensor, sequence_parallel=self.tensor_sequence)
         blocks = decoder_blocks(model.lm)
         if trainable and self.activation_checkpointing != "none":
             settings: dict[str, Any] = {"use_reentrant": False}
