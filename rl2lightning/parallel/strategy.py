@@ -13,9 +13,11 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from rl2lightning.compat import link_checkpoints_through
 from rl2lightning.models.build import (
     build_causal_lm,
     decoder_blocks,
@@ -27,6 +29,7 @@ from rl2lightning.models.build import (
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.parallel import precision
+from rl2lightning.parallel.checkpoint_writer import CheckpointWriter
 from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
 from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
 from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
@@ -95,6 +98,7 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         self.cpu_offload = cpu_offload
         self.async_checkpoints = async_checkpoints
         self.meshes: Meshes  # from setup_environment on
+        self._checkpoints: CheckpointWriter | None = None  # from the first save of a fit on
         self._pending_rng: dict[str, Any] | None = None
 
     # ---- processes and mesh
@@ -300,10 +304,19 @@ class FSDP2TPStrategy(ModelParallelStrategy):
                 "save_checkpoint takes no storage_options: a checkpoint is a directory of distributed files"
             )
         path = Path(self.broadcast(str(filepath)))
-        files = self._module.write_model_files
-        ckpt.save(checkpoint, path, rank=self.global_rank, barrier=self.barrier, files=files)
+        if self._checkpoints is None:
+            self._checkpoints = CheckpointWriter(background=self.async_checkpoints, timeout=self._timeout)
+        self._checkpoints.save(checkpoint, path, files=self._module.write_model_files)
+        if self._module.trainer.state.status != TrainerStatus.RUNNING:  # nothing goes on, and nobody would wait for it
+            self.wait_for_checkpoint()
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when no checkpoint is being written; raises on every process if one could not be."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.wait_for_checkpoint()
         path = Path(self.broadcast(str(checkpoint_path)))
         assert self.model is not None
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
@@ -316,16 +329,37 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         return meta
 
     def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        link_checkpoints_through(self.lightning_module.trainer, self._link_checkpoint)
         # the last hook before the first batch: nothing after it draws random numbers on the run's behalf
         if self._pending_rng is not None:
             ckpt.restore_rng(self._pending_rng)
             self._pending_rng = None
 
+    def on_train_end(self) -> None:
+        self.wait_for_checkpoint()
+
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
+        if self._checkpoints is not None:
+            self._checkpoints.remove(Path(filepath))
+        elif self.is_global_zero:
             ckpt.remove(Path(filepath))
 
+    def _link_checkpoint(self, target: Path, name: Path) -> None:
+        assert self._checkpoints is not None, "what is linked was saved"
+        self._checkpoints.link(target, name)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        try:
+            self.wait_for_checkpoint()
+        except Exception as error:  # the exception that ended the run says more
+            rank_zero_warn(f"while the run was ending: {error}")
+
     def teardown(self) -> None:
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            checkpoints.close()
         super().teardown()
         if dist.is_initialized() and self.root_device.type == "cuda":
             torch.cuda.synchronize()
