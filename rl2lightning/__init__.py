@@ -16,6 +16,7 @@ _PUBLIC = {
     "PostTrainingModule": "algorithms.base",
     "OptimizerConfig": "algorithms.base",
     "FSDP2TPStrategy": "parallel.strategy",
+    "RingAttention": "parallel.ring.plugin",
     "ChatDataModule": "data.datamodules",
     "PreferenceDataModule": "data.datamodules",
     "PromptDataModule": "data.datamodules",

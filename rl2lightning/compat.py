@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +11,15 @@ if TYPE_CHECKING:
     from lightning.pytorch.trainer.states import TrainerFn
 
 
-@functools.cache
-def varlen_gqa_kwargs() -> dict[str, Any]:
-    """torch 2.13 wants grouped queries announced, torch 2.11 infers them. Remove when torch >= 2.13 is required."""
-    from torch.nn.attention.varlen import varlen_attn
+def restore_name_for_ring_flash_attn() -> None:
+    """ring-flash-attn 0.1.8 imports a name that transformers 5.4 dropped and that what we use of it never reads.
 
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    Remove when a release imports under transformers 5.
+    """
+    import transformers.modeling_flash_attention_utils as module
+
+    if not hasattr(module, "is_flash_attn_greater_or_equal_2_10"):
+        module.is_flash_attn_greater_or_equal_2_10 = True  # type: ignore[attr-defined]
 
 
 def ignore_misplaced_advice() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl2lightning.models.attention import AttentionSpec, PackedAttention, move
+from rl2lightning.models.attention import AttentionSpec, KernelAttention, PackedAttention, move
+from rl2lightning.models.blocks import BackendName, BlockBackend, Demand, Math, Segments, announce, choose_backend
 from rl2lightning.types import Sequences
 
 PACKED_ATTENTION = "rl2lightning_packed"  # the name under which transformers finds it; must not contain "flash"
@@ -97,12 +99,36 @@ def layout_of(
     )
 
 
-def pack(seqs: Sequences, device: torch.device, dtype: torch.dtype) -> Sequences:
-    """The micro-batch on `device` with its `layout`; `dtype` is the compute type, which decides the kernel."""
+def pack(
+    seqs: Sequences,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    backend: BackendName = "auto",
+    row_multiple: int = 1,
+) -> Sequences:
+    """The micro-batch on `device` with its `layout`.
+
+    Args:
+        seqs: the micro-batch, in host memory.
+        device: where the model is.
+        dtype: the compute type; on a GPU bf16 and fp16 have kernels over packed rows, other types are run in buckets.
+        backend: which kernels; by name they are used for any type, or raise.
+        row_multiple: the number of rows is brought to a multiple of this by one more sequence that nobody looks at.
+    """
     if seqs.layout is not None:
         return seqs
-    attention = Varlen.of(seqs) if uses_varlen_kernel(device, dtype) else Bucketed.of(seqs.lengths.tolist())
-    return with_layout(seqs, layout_of(seqs, attention), device)
+    lengths, tokens, position_ids = seqs.lengths.tolist(), None, None
+    if extra := -seqs.num_tokens % row_multiple:
+        tokens = torch.cat([torch.arange(seqs.num_tokens), torch.full((extra,), -1)])
+        position_ids = torch.cat([seqs.position_ids, torch.arange(extra)])
+        lengths.append(extra)
+    if backend != "auto" or uses_kernel(device, dtype):
+        attention: PackedAttention = WholeSequences(Segments.of(lengths), backend)
+    else:
+        attention = Bucketed.of(lengths)
+    layout = layout_of(seqs, attention, tokens=tokens, position_ids=position_ids)
+    return with_layout(seqs, layout, device)
 
 
 def with_layout(seqs: Sequences, layout: PackedLayout, device: torch.device) -> Sequences:
@@ -112,39 +138,47 @@ def with_layout(seqs: Sequences, layout: PackedLayout, device: torch.device) -> 
     return seqs.to(device, non_blocking=True).replace(layout=layout.to(device))
 
 
-def uses_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a variable-length kernel takes these tensors; otherwise SDPA runs bucket by bucket."""
+def uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels over packed rows for these tensors; otherwise SDPA runs bucket by bucket."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Varlen(PackedAttention):
-    """torch's variable-length flash attention takes the packed row as it is."""
+@dataclass(frozen=True, eq=False)
+class WholeSequences(KernelAttention):
+    """A kernel takes the packed row as it is, every sequence whole on this process."""
 
-    cu_seqlens: Tensor
-    longest: int
+    segments: Segments
+    backend: BackendName = "auto"
 
-    @staticmethod
-    def of(seqs: Sequences) -> Varlen:
-        return Varlen(seqs.cu_seqlens, int(seqs.lengths.max()))
-
-    def to(self, device: torch.device) -> Varlen:
-        return replace(self, cu_seqlens=move(self.cu_seqlens, device))
+    def to(self, device: torch.device) -> WholeSequences:
+        return replace(self, segments=self.segments.to(device))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
+        chosen = self._choose(q, spec)
+        # no kernel drops weights; and where none serves, SDPA in buckets is quicker than the bare mathematics
+        if spec.dropout or (self.backend == "auto" and isinstance(chosen, Math) and spec.softcap is None):
+            return self._bucketed(q, k, v, spec)
+        announce(f"attention of whole sequences: {chosen.name}")
+        return super().__call__(q, k, v, spec)
 
-        from rl2lightning.compat import varlen_gqa_kwargs
+    def _choose(self, q: Tensor, spec: AttentionSpec) -> BlockBackend:
+        return choose_backend(self.backend, Demand.of(q, spec, self.segments))
 
-        if spec.dropout or spec.softcap:
-            raise ValueError(
-                f"attention dropout ({spec.dropout}) and soft-capping ({spec.softcap}) need precision 32-true"
-            )
-        cu, longest = self.cu_seqlens, self.longest
-        window = (-1 if spec.window is None else spec.window - 1, 0)
-        return varlen_attn(  # type: ignore[return-value]
-            q, k, v, cu, cu, longest, longest, scale=spec.scale, window_size=window, **varlen_gqa_kwargs()
-        )
+    @cached_property
+    def _bucketed(self) -> Bucketed:
+        lengths = [end - start for start, end in self.segments.spans]
+        return Bucketed.of(lengths).to(self.segments.cu.device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        out, lse = self._choose(q, spec).forward(q, k, v, self.segments, self.segments, True, spec)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        backend, rows = self._choose(q, spec), self.segments
+        dq, dk, dv = backend.backward(dout, q, k, v, out, lse, rows, rows, True, spec)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 @dataclass(frozen=True)
@@ -233,6 +267,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     return F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), spec.dropout) @ v
 
 
+@torch.compiler.disable  # a compiled block breaks here: layouts differ from one micro-batch to the next
 def packed_attention(
     module: nn.Module,
     query: Tensor,

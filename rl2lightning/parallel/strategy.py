@@ -33,6 +33,7 @@ from rl2lightning.parallel.checkpoint_writer import CheckpointWriter
 from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
 from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
 from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
+from rl2lightning.parallel.ring.plugin import RingAttention
 from rl2lightning.parallel.tensor import apply_tensor_parallel
 from rl2lightning.types import Sequences
 
@@ -356,7 +357,26 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         except Exception as error:  # the exception that ended the run says more
             rank_zero_warn(f"while the run was ending: {error}")
 
+    def setup(self, trainer: Any) -> None:
+        self._attention().apply(self._module)
+        super().setup(trainer)
+
+    def _attention(self) -> RingAttention:
+        """The plugin of trainer.plugins, or one with the default settings."""
+        if self._layer_sync is None:
+            self._layer_sync = RingAttention()
+        if not isinstance(self._layer_sync, RingAttention):
+            raise ValueError(
+                f"{type(self).__name__} has no use for {type(self._layer_sync).__name__} in trainer.plugins (or "
+                "trainer.sync_batchnorm): the layers it spreads are those of attention, by RingAttention"
+            )
+        # between the matrix products, tensor-parallel processes share the rows out
+        self._layer_sync.row_multiple = self.tensor if self.tensor_sequence else 1
+        return self._layer_sync
+
     def teardown(self) -> None:
+        if isinstance(self._layer_sync, RingAttention):
+            self._layer_sync.revert(self._module)
         checkpoints, self._checkpoints = self._checkpoints, None
         if checkpoints is not None:
             checkpoints.close()
