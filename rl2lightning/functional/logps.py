@@ -119,7 +119,7 @@ def _chunk_forward(
     softcap: float | None,
     entropy: bool,
 ) -> Tensor:
-    """Of a chunk's raw logits [c, V]: log-normaliser, target's logit (0 where absent) and, for the entropy, mean logit.
+    """Of a chunk's raw logits [c, V]: log-normaliser, target's logit (0 where absent) and, if asked for, entropy.
 
     Returns:
         [2 or 3, c].
@@ -131,7 +131,8 @@ def _chunk_forward(
         chosen = chosen * present
     if not entropy:
         return torch.stack([lse, chosen])
-    return torch.stack([lse, chosen, ((logits - lse.unsqueeze(-1)).exp() * logits).sum(-1)])
+    log_p = logits - lse.unsqueeze(-1)
+    return torch.stack([lse, chosen, -(log_p.exp() * log_p).sum(-1)])
 
 
 def _chunk_backward(
@@ -196,7 +197,7 @@ class _TokenLogps(torch.autograd.Function):
         if shard is not None and n:
             found = _combine(shard.gather(found))
         lse, chosen = found[0], found[1]
-        entropies = lse - found[2] if entropy else None  # H = lse - sum(p * z)
+        entropies = found[2] if entropy else None
         ctx.save_for_backward(hidden, weight, bias, index, present, lse, entropies)
         ctx.temperature, ctx.softcap, ctx.chunk_size, ctx.fuse, ctx.shard = (
             temperature,
@@ -254,8 +255,9 @@ def _combine(parts: Tensor) -> Tensor:
     """What each of r processes found on its own words, [r, 2 or 3, n], as that of all words, [2 or 3, n]."""
     lse = parts[:, 0].logsumexp(0)
     combined = [lse, parts[:, 1].sum(0)]
-    if parts.shape[1] == 3:  # means weighted by the share of the probability that a process's words have
-        combined.append(((parts[:, 0] - lse).exp() * parts[:, 2]).sum(0))
+    if parts.shape[1] == 3:  # of the choice of a process, and expected of the choice among its words
+        log_share = parts[:, 0] - lse
+        combined.append((log_share.exp() * (parts[:, 2] - log_share)).sum(0))
     return torch.stack(combined)
 
 

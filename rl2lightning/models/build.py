@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from rl2lightning.models.heads import SCALAR_HEAD, ScalarHead
 from rl2lightning.models.packed import PACKED_ATTENTION, register_packed_attention
 
 if TYPE_CHECKING:
@@ -73,6 +75,33 @@ def build_causal_lm(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedM
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
 
 
+def build_scalar_lm(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The same with one number per position on top: transformers' sequence classification, with our own head."""
+    register_packed_attention()
+    with meta_parameters():
+        lm = _scalar_class(config).from_config(scalar_config(config), dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        lm.score = ScalarHead(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
+    return lm
+
+
+def scalar_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of a model with a scalar head; engines would squash the output of anything but a regression."""
+    config = copy.deepcopy(config)
+    config.num_labels, config.problem_type = 1, "regression"
+    return config
+
+
+def _scalar_class(config: PretrainedConfig) -> Any:
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"'{config.model_type}' models have no form for sequence classification, as which a scalar head is saved; "
+            "choose a model of another family"
+        )
+    return AutoModelForSequenceClassification
+
+
 def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:
     """The transformer layers: the units of sharding and of activation checkpointing."""
     layers = lm.base_model.layers
@@ -90,30 +119,46 @@ def materialize(lm: PreTrainedModel, device: torch.device, *, buffers: torch.dev
         for name, b in module._buffers.items():
             if b is not None:
                 module._buffers[name] = b.to(buffers or device)
-    if is_tied(lm):
-        lm.get_output_embeddings().weight = lm.get_input_embeddings().weight  # type: ignore[union-attr]
+    head = lm.get_output_embeddings()
+    if head is not None and is_tied(lm):
+        head.weight = lm.get_input_embeddings().weight  # type: ignore[union-attr]
 
 
 def is_tied(lm: PreTrainedModel) -> bool:
     return bool(getattr(lm.config.get_text_config(), "tie_word_embeddings", False))
 
 
-def load_weights(lm: PreTrainedModel, directory: str) -> None:
-    """Fills the parameters from *.safetensors, each rank reading only its slices, cast to the parameters' type."""
+def load_weights(
+    lm: PreTrainedModel, directory: str, *, optional: Collection[str] = (), superfluous: Collection[str] = ()
+) -> set[str]:
+    """Fills the parameters from *.safetensors, each rank reading only its slices, cast to the parameters' type.
+
+    Args:
+        lm: a materialised model.
+        directory: where the files are.
+        optional: parameters that the files may lack.
+        superfluous: stored weights that nobody need be told are not used.
+
+    Returns:
+        the optional parameters that were not there, and are as they were.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     state = {name: p.detach() for name, p in lm.named_parameters()}  # tied weights once
     stored = HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
-    _check_stored(lm, {name: getattr(item, "size", None) for name, item in stored.items()}, directory)
+    absent = set(optional) - set(stored)
+    state = {name: p for name, p in state.items() if name not in absent}
+    shapes = {name: getattr(item, "size", None) for name, item in stored.items() if name not in superfluous}
+    _check_stored(lm, state, shapes, directory)
     dcp.load(state, storage_reader=HuggingFaceStorageReader(directory))
+    return absent
 
 
-def _check_stored(lm: PreTrainedModel, shapes: dict[str, Any], directory: str) -> None:
+def _check_stored(lm: PreTrainedModel, parameters: dict[str, Tensor], shapes: dict[str, Any], directory: str) -> None:
     """Whether a directory's weights are those of the model, before any of them is read."""
     kind = type(lm).__name__
     hint = "it may hold another architecture than its config.json names"
-    parameters = dict(lm.named_parameters())
     if missing := sorted(set(parameters) - set(shapes)):
         raise ValueError(f"'{directory}' lacks {len(missing)} of the weights of {kind}, such as '{missing[0]}'; {hint}")
     if odd := sorted(name for name, p in parameters.items() if p.shape != shapes[name]):
@@ -131,15 +176,41 @@ def init_weights(lm: PreTrainedModel, config: PretrainedConfig, seed: int) -> No
     """Random weights, the same on any mesh: every rank draws the whole model on the CPU and keeps its slices."""
     from transformers import AutoModelForCausalLM
 
+    scalar = lm.get_output_embeddings() is None
+    auto = _scalar_class(config) if scalar else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        whole = auto.from_config(scalar_config(config) if scalar else config, dtype=torch.float32)
     source = dict(whole.named_parameters())
     for name, p in lm.named_parameters():
-        full = source[name].detach().to(p.device, p.dtype)
-        if isinstance(p, DTensor):
-            full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
+        _fill(p, source[name].detach())
+
+
+def init_head(lm: PreTrainedModel, seed: int) -> None:
+    """A random scalar head, the same on any mesh."""
+    weight = lm.get_parameter(SCALAR_HEAD)
+    generator = torch.Generator().manual_seed(seed)
+    std = lm.config.get_text_config().initializer_range
+    _fill(weight, std * torch.randn(weight.shape, generator=generator))
+
+
+def _fill(p: Tensor, full: Tensor) -> None:
+    """Copies this process's part of a full tensor into a parameter.
+
+    Tensor parallelism cuts a weight first and FSDP what is left of it, so the axes of the mesh are taken from the last.
+    """
+    if not isinstance(p, DTensor):
         p.detach().copy_(full)
+        return
+    coordinate = p.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for axis in reversed(range(p.device_mesh.ndim)):
+        placement: Any = p.placements[axis]
+        if not placement.is_replicate():
+            parts = full.chunk(p.device_mesh.size(axis), placement.dim)
+            nothing = full.narrow(placement.dim, 0, 0)
+            full = parts[coordinate[axis]] if coordinate[axis] < len(parts) else nothing
+    p.to_local().detach().copy_(full)
 
 
 def full_weights(lm: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -162,11 +233,17 @@ def copy_generation_config(source: str | Path, directory: str | Path) -> None:
 def save_pretrained(
     config: PretrainedConfig, state: dict[str, Tensor], directory: str, *, tokenizer: Any = None
 ) -> None:
-    """Writes a model directory that `from_pretrained` loads: config, safetensors (sharded when large), tokenizer."""
+    """Writes a model directory that `from_pretrained` loads: config, safetensors (sharded when large), tokenizer.
+
+    Weights with a scalar head become a model for sequence classification with one label.
+    """
     from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
+    if SCALAR_HEAD in state:
+        auto, config = _scalar_class(config), scalar_config(config)
     with meta_parameters():
-        shell = AutoModelForCausalLM.from_config(config, dtype=next(iter(state.values())).dtype)
+        shell = auto.from_config(config, dtype=next(iter(state.values())).dtype)
     shell.save_pretrained(directory, state_dict=state)
     for file in Path(directory).glob("*.safetensors"):  # safetensors writes them for their owner alone
         shutil.copymode(Path(directory) / "config.json", file)

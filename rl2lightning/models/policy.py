@@ -26,6 +26,11 @@ class PackedModel(nn.Module):
         self.lm = lm
         self.pack: Pack = pack
 
+    @property
+    def full_precision(self) -> list[nn.Module]:
+        """Modules whose parameters a mixed precision leaves as they are."""
+        return []
+
     def hidden_states(self, seqs: Sequences) -> Tensor:
         """Last hidden states [m, H] of this process's rows."""
         layout = seqs.layout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,18 +15,22 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rl2lightning.compat import link_checkpoints_through
 from rl2lightning.models.build import (
     build_causal_lm,
+    build_scalar_lm,
     decoder_blocks,
+    init_head,
     init_weights,
     load_config,
     load_weights,
     materialize,
 )
+from rl2lightning.models.heads import SCALAR_HEAD, ScalarModel
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.parallel import precision
@@ -179,6 +184,23 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         # a frozen one too: `scoring` turns dropout off, and Lightning warns of what is in eval mode
         return policy.train()
 
+    def build_scalar_model(
+        self, directory: str, *, random_init: bool, seed: int = 0, trainable: bool = True
+    ) -> ScalarModel:
+        """A sharded reward model or critic, likewise; its head is new where the directory holds a causal LM."""
+        config = load_config(directory)
+        dtype = precision.parameter_dtype(self.precision_plugin, trainable=trainable)
+        lm = build_scalar_lm(config, dtype)
+        lm.requires_grad_(trainable)
+        model = ScalarModel(lm)
+        self._shard(model, trainable=trainable)
+        if random_init:
+            init_weights(lm, config, seed)
+        elif load_weights(lm, directory, optional={SCALAR_HEAD}, superfluous={"lm_head.weight"}):
+            init_head(lm, seed)
+            rank_zero_info(f"'{directory}' has no scalar head: a new one is drawn with seed {seed}")
+        return model.train()
+
     def _shard(self, model: PackedModel, *, trainable: bool) -> None:
         """Spreads a model on meta over the mesh and gives it memory."""
         apply_tensor_parallel(model.lm, self.meshes.tensor, sequence_parallel=self.tensor_sequence)
@@ -194,14 +216,15 @@ class FSDP2TPStrategy(ModelParallelStrategy):
             for block in blocks:
                 block.compile()
         shared = self.meshes.num_shards > 1
-        apply_fsdp(
-            model,
-            blocks,
-            self.meshes.parameters,
-            mp_policy=precision.mixed_precision_policy(self.precision_plugin),
+        fsdp = partial(
+            apply_fsdp,
+            mesh=self.meshes.parameters,
             reshard_after_forward=shared if self.reshard_after_forward is None else self.reshard_after_forward,
             in_host_memory=self.cpu_offload,
         )
+        for module in model.full_precision:
+            fsdp(module, [], mp_policy=MixedPrecisionPolicy())
+        fsdp(model, blocks, mp_policy=precision.mixed_precision_policy(self.precision_plugin))
         materialize(model.lm, torch.device("cpu") if self.cpu_offload else self.root_device, buffers=self.root_device)
 
     def model_to_device(self) -> None:

@@ -54,16 +54,16 @@ class Column(nn.Linear):
         distribute(module, mesh, weight=Shard(0), bias=Shard(0))
         become(module, cls)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight), local(self.bias))
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, local(self.weight), local(self.bias))
 
 
 class GatheredColumn(Column):
     """Cut by outputs, which are put together again: what follows slices or normalises the whole width."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         mesh = self.weight.device_mesh  # type: ignore[attr-defined]
-        return cross(super().forward(x), mesh, Shard(x.ndim - 1), Replicate())
+        return cross(super().forward(input), mesh, Shard(input.ndim - 1), Replicate())
 
 
 class KeyValue(nn.Linear):
@@ -79,9 +79,9 @@ class KeyValue(nn.Linear):
         head, head_dim = mesh.get_local_rank() * num_heads // mesh.size(), module.out_features // num_heads
         module.rows = slice(head * head_dim, (head + 1) * head_dim)  # type: ignore[assignment]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight, bias = local(self.weight, Partial()), local(self.bias, Partial())
-        return F.linear(x, weight[self.rows], None if bias is None else bias[self.rows])
+        return F.linear(input, weight[self.rows], None if bias is None else bias[self.rows])
 
 
 class Row(nn.Linear):
@@ -96,20 +96,20 @@ class Row(nn.Linear):
         become(module, cls)
         module.out = out  # type: ignore[assignment]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         mesh = self.weight.device_mesh  # type: ignore[attr-defined]
-        y = cross(F.linear(x, local(self.weight)), mesh, Partial(), self.out)
+        out = cross(F.linear(input, local(self.weight)), mesh, Partial(), self.out)
         if self.bias is None:
-            return y
-        return y + local(self.bias, Partial() if self.out.is_shard() else None)
+            return out
+        return out + local(self.bias, Partial() if self.out.is_shard() else None)
 
 
 class SplitRow(Row):
     """Cut by inputs, which arrive whole."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         mesh = self.weight.device_mesh  # type: ignore[attr-defined]
-        return super().forward(cross(x, mesh, Replicate(), Shard(x.ndim - 1)))
+        return super().forward(cross(input, mesh, Replicate(), Shard(input.ndim - 1)))
 
 
 def _refuse_uneven(module: nn.Module, dim: int, mesh: DeviceMesh) -> None:

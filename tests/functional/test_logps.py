@@ -1,10 +1,11 @@
 import math
+import threading
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
-from rl2lightning.functional.logps import default_chunk_size, token_logps
+from rl2lightning.functional.logps import VocabShard, default_chunk_size, token_logps
 
 
 def full(hidden, weight, targets, *, temperature=1.0, softcap=None, bias=None):
@@ -23,6 +24,53 @@ def sample(n=7, width=5, vocab=11, dtype=torch.float64, seed=0):
     bias = torch.randn(vocab, generator=generator, dtype=torch.float64).to(dtype)
     targets = torch.randint(vocab, (n,), generator=generator)
     return hidden, weight, bias, targets
+
+
+class Threads:
+    """What processes do to each other, for threads."""
+
+    def __init__(self, size):
+        self.size, self.barrier, self.slots = size, threading.Barrier(size), [None] * size
+        self.collectives = 0
+
+    def exchange(self, rank, x):
+        self.slots[rank] = x.clone()
+        self.barrier.wait(timeout=20)
+        out = torch.stack(list(self.slots))
+        self.collectives += rank == 0
+        self.barrier.wait(timeout=20)
+        return out
+
+    def run(self, f):
+        """[f(0), f(1), ...], each in a thread of its own."""
+        out = [None] * self.size
+
+        def call(rank):
+            try:
+                out[rank] = f(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.size)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        return out
+
+
+class ThreadShard(VocabShard):
+    def __init__(self, threads, rank, offset):
+        object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "threads", threads)
+        object.__setattr__(self, "rank", rank)
+
+    def gather(self, x):
+        return self.threads.exchange(self.rank, x)
+
+    def add_up(self, x):
+        x.copy_(self.threads.exchange(self.rank, x).sum(0))
 
 
 def test_uniform_logits_give_minus_log_v_and_entropy_log_v():
@@ -203,6 +251,72 @@ def test_a_temperature_of_zero_is_refused():
     hidden, weight, _, targets = sample()
     with pytest.raises(ValueError, match="temperature=0"):
         token_logps(hidden, weight, targets, temperature=0)
+
+
+# ---- a vocabulary cut over processes
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 1.3}])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("size", [2, 4])  # 11 words: 6 + 5, or 3 + 3 + 3 + 2
+def test_processes_with_a_part_of_the_words_each_find_what_one_with_all_does(size, with_entropy, with_bias, options):
+    hidden, weight, bias, targets = sample(n=9)
+    targets[:2] = torch.tensor([0, 10])  # the first and the last word
+    weights = torch.linspace(-1, 2, len(targets), dtype=hidden.dtype)
+
+    def outcome(f, hidden, weight, bias):
+        inputs = [x.clone().requires_grad_() for x in ((hidden, weight, bias) if with_bias else (hidden, weight))]
+        logps, entropy = f(inputs[0], inputs[1], inputs[2] if with_bias else None)
+        loss = (logps * weights).sum() + ((entropy * weights.flip(0)).sum() if with_entropy else 0)
+        loss.backward()
+        return [logps.detach(), *([entropy.detach()] if with_entropy else [])], [x.grad for x in inputs]
+
+    expected, gradients = outcome(lambda h, w, b: full(h, w, targets, bias=b, **options), hidden, weight, bias)
+    threads, per_process = Threads(size), -(-11 // size)
+
+    def process(rank):
+        words = slice(rank * per_process, (rank + 1) * per_process)
+        shard = ThreadShard(threads, rank, words.start)
+        return outcome(
+            lambda h, w, b: token_logps(
+                h, w, targets, bias=b, chunk_size=2, entropy=with_entropy, shard=shard, **options
+            ),
+            hidden, weight[words], bias[words],
+        )  # fmt: skip
+
+    found = threads.run(process)
+    assert threads.collectives == 2  # one forward, one backward, however many chunks
+    for outputs, (grad_hidden, *_) in found:
+        for a, b in zip(outputs, expected, strict=False):
+            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(grad_hidden, gradients[0])
+    for i in range(1, len(gradients)):
+        torch.testing.assert_close(torch.cat([grads[i] for _, grads in found]), gradients[i])
+
+
+def test_words_of_very_different_likelihood_on_different_processes_neither_overflow_nor_vanish():
+    # the second process's logits are 200 above the first's: exp(200) is no float32
+    hidden, targets = torch.ones(2, 1), torch.tensor([0, 2])
+    weight = torch.tensor([[0.0], [0.0], [200.0], [200.0]])
+    threads = Threads(2)
+    found = threads.run(
+        lambda rank: token_logps(
+            hidden, weight[2 * rank :][:2], targets, entropy=True, shard=ThreadShard(threads, rank, 2 * rank)
+        )
+    )
+    for logps, entropy in found:
+        torch.testing.assert_close(logps, torch.tensor([-200 - math.log(2), -math.log(2)]))
+        torch.testing.assert_close(entropy, torch.full((2,), math.log(2)))
+
+
+def test_no_tokens_need_no_collective():
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
+    threads = Threads(2)  # which one alone would wait for
+    logps, _ = token_logps(hidden, weight, torch.zeros(0, dtype=torch.long), shard=ThreadShard(threads, 0, 0))
+    logps.sum().backward()
+    assert weight.grad is not None
+    assert threads.collectives == 0
 
 
 @pytest.mark.gpu
