@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, Work
     from lightning.pytorch.trainer.states import TrainerFn
 
 
@@ -20,6 +22,22 @@ def restore_name_for_ring_flash_attn() -> None:
 
     if not hasattr(module, "is_flash_attn_greater_or_equal_2_10"):
         module.is_flash_attn_greater_or_equal_2_10 = True  # type: ignore[attr-defined]
+
+
+def all_gather_single(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
+    """Starts an all-gather into one tensor under the name that torch 2.13 gave it. Remove when that is required."""
+    import torch.distributed as dist
+
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    return gather(whole, mine, group=group, async_op=True)  # type: ignore[return-value]
+
+
+def reduce_scatter_single(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Work:
+    """Starts a sum over processes of which each keeps its part, likewise."""
+    import torch.distributed as dist
+
+    reduce = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    return reduce(mine, whole, group=group, async_op=True)  # type: ignore[return-value]
 
 
 def ignore_misplaced_advice() -> None:

@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
-from rl2lightning.compat import restore_name_for_ring_flash_attn
+from rl2lightning.compat import all_gather_single, reduce_scatter_single, restore_name_for_ring_flash_attn
 from rl2lightning.models.attention import AttentionSpec, KernelAttention, accumulator, move
 from rl2lightning.models.blocks import (
     BackendName,
@@ -286,9 +286,9 @@ class Gather(Transport):
         heads = self.heads or -(-num_heads // _ROUNDS)
         return [slice(i, min(i + heads, num_heads)) for i in range(0, num_heads, heads)]
 
-    def _start(self, x: Tensor, size: int) -> tuple[Tensor, Any, Tensor]:
+    def _start(self, x: Tensor, size: int) -> tuple[Tensor, Work, Tensor]:
         whole, mine = x.new_empty(size * x.shape[0], *x.shape[1:]), x.contiguous()
-        return whole, dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True), mine
+        return whole, all_gather_single(whole, mine, self.group), mine
 
     def _keys(self, k: Tensor, v: Tensor, rows: CutRows) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Heads and the prefixes of their keys and values, round by round, the next round's already on its way."""
@@ -322,7 +322,7 @@ class Gather(Transport):
     ) -> Gradients:  # fmt: skip
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         groups = q.shape[1] // k.shape[1]
-        leaving: list[tuple[Tensor, Tensor, Any, Tensor]] = []
+        leaving: list[tuple[Tensor, Tensor, Work, Tensor]] = []
         for heads, keys, values in self._keys(k, v, rows):
             mine = _query_heads(heads, groups)
             some = (dout[:, mine], q[:, mine], keys, values, out[:, mine], lse[mine])
@@ -337,12 +337,12 @@ class Gather(Transport):
             target.copy_(grad)
         return dq, dk, dv
 
-    def _reduce(self, x: Tensor, target: Tensor, rows: CutRows) -> tuple[Tensor, Tensor, Any, Tensor]:
+    def _reduce(self, x: Tensor, target: Tensor, rows: CutRows) -> tuple[Tensor, Tensor, Work, Tensor]:
         """Gradients of the prefixes, added up and sent to the ranks whose keys they are."""
         whole = x.new_zeros(rows.size * rows.total, *x.shape[1:], dtype=accumulator(x.dtype))
         whole.index_add_(0, rows.prefix, x.to(whole.dtype))
         mine = whole.new_empty(rows.total, *x.shape[1:])
-        return mine, target, dist.reduce_scatter_tensor(mine, whole, group=self.group, async_op=True), whole
+        return mine, target, reduce_scatter_single(mine, whole, self.group), whole
 
 
 def _query_heads(heads: slice, groups: int) -> slice:
