@@ -6,20 +6,25 @@ and mesh: the steps of one fit are the kinds, at learning rate 0.
 """
 
 import argparse
-import time
+import logging
+import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from safetensors.torch import load_file
 
-from rl2lightning import GRPO
+from rl2lightning import GRPO, RingAttention
 from rl2lightning.algorithms.base import LossLevel, OptimizerConfig
 from rl2lightning.functional.losses import sft_loss
+from rl2lightning.models.attention import keep_attention
+from rl2lightning.models.build import decoder_blocks, full_weights, init_weights, load_config
+from rl2lightning.parallel.ring.attention import TransportName
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
-from rl2lightning.policy_losses import GSPO, PolicyLoss, PPOClip
+from rl2lightning.policy_losses import GSPO, PPOClip
 from rl2lightning.types import Sequences
 
 # ---------------------------------------------------------------- families
@@ -40,17 +45,22 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 WINDOW = 7  # shorter than most of the sequences
-LAYERS = ["sliding_attention", "full_attention"]
+TIED, ONE_KEY_HEAD = (
+    {"tie_word_embeddings": True},
+    {"num_key_value_heads": 1},
+)  # fewer than the tensor axis has processes
+WINDOWED = {"sliding_window": WINDOW}
+EVERY_OTHER = {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
-    "llama": ("Llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "gemma2": ("Gemma2", {"tie_word_embeddings": True, "sliding_window": WINDOW, "layer_types": LAYERS, "query_pre_attn_scalar": 8}),
-    "gemma3": ("Gemma3Text", {"tie_word_embeddings": True, "num_key_value_heads": 1, "sliding_window": WINDOW, "layer_types": LAYERS, "query_pre_attn_scalar": 8}),
-    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {**TIED, **WINDOWED, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", TIED),
+    "llama": ("Llama", {**ONE_KEY_HEAD, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", WINDOWED),
+    "gemma2": ("Gemma2", {**TIED, **WINDOWED, **EVERY_OTHER}),
+    "gemma3": ("Gemma3Text", {**TIED, **ONE_KEY_HEAD, **WINDOWED, **EVERY_OTHER}),
+    "phi3": ("Phi3", WINDOWED),
     "olmo2": ("Olmo2", {}),
-}  # fmt: skip
+}
 
 
 def write_model(family: str, directory: Path, **changes: Any) -> str:
@@ -68,9 +78,64 @@ def write_model(family: str, directory: Path, **changes: Any) -> str:
     return str(directory)
 
 
+# ---------------------------------------------------------------- meshes
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the processes are arranged, and how sequences are spread where they are."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    tensor_sequence: bool = False
+    transport: TransportName = "ring"
+
+    def trainer(self, *callbacks: L.Callback, steps: int) -> L.Trainer:
+        axes = {name: getattr(self, name) for name in ("replicate", "shard", "context", "tensor", "tensor_sequence")}
+        return L.Trainer(
+            strategy=FSDP2TPStrategy(timeout_seconds=120, **axes),
+            plugins=[RingAttention(transport=self.transport, split_from=0)],  # every sequence is cut
+            accelerator="cpu",
+            devices=self.replicate * self.shard * self.context * self.tensor,
+            max_steps=steps,
+            limit_val_batches=0,
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+
+EVERY_FAMILY = tuple(FAMILIES)
+MESHES: dict[int, dict[str, tuple[Mesh, tuple[str, ...]]]] = {  # world size: name: mesh, and the families it runs
+    2: {
+        "shard": (Mesh(shard=2), EVERY_FAMILY),
+        "ring": (Mesh(context=2), EVERY_FAMILY),
+        "gather": (Mesh(context=2, transport="gather"), EVERY_FAMILY),
+        "tensor": (Mesh(tensor=2), EVERY_FAMILY),
+        "tensor_sequence": (Mesh(tensor=2, tensor_sequence=True), EVERY_FAMILY),
+    },
+    4: {
+        "replicate_shard": (Mesh(replicate=2, shard=2), EVERY_FAMILY),
+        "shard_tensor": (Mesh(shard=2, tensor=2), EVERY_FAMILY),
+        "ring_tensor": (Mesh(context=2, tensor=2), EVERY_FAMILY),
+        "shard_tensor_sequence": (Mesh(shard=2, tensor=2, tensor_sequence=True), ("gemma3",)),
+        "gather_tensor_sequence": (Mesh(context=2, tensor=2, tensor_sequence=True, transport="gather"), ("gemma2",)),
+        "replicate_tensor": (Mesh(replicate=2, tensor=2), ("qwen2",)),
+        "shard_ring": (Mesh(shard=2, context=2), ("qwen3",)),
+        "ring": (Mesh(context=4), ("gemma2",)),
+        "tensor": (Mesh(tensor=4), ("qwen3", "olmo2")),  # with two key-value heads
+    },
+}
+SCALAR_FAMILIES = ("qwen3", "gemma3")
+
 # ---------------------------------------------------------------- kinds of step
 
 TEMPERATURE, ENTROPY, MAX_NORM = 0.7, 0.05, 0.1
+STILL = OptimizerConfig(lr=0.0, schedule="constant")  # every step starts from the same weights
 LENGTHS = [9, 4, 17, 6, 12, 5, 30, 8]
 
 
@@ -78,7 +143,7 @@ LENGTHS = [9, 4, 17, 6, 12, 5, 30, 8]
 class Kind:
     """One kind of optimizer step."""
 
-    loss: str  # "ppo", "sft" or "gspo"
+    loss: str  # "ppo", "sft" or "gspo"; "values" or "rewards" of a scalar model
     level: LossLevel = "token"
     max_tokens: int = 1000  # of a micro-batch on all processes that share it
     checkpointing: str = "none"
@@ -92,6 +157,11 @@ KINDS = {
     "sequence_level": Kind("sft", "sequence", max_tokens=31),
     "gspo": Kind("gspo", "sequence", max_tokens=31),
 }
+SCALAR_KINDS = {
+    "values": Kind("values", max_tokens=31),
+    "rewards": Kind("rewards", "sequence", max_tokens=31),
+}
+HEAD_SEED = 5
 
 
 def batch() -> Sequences:
@@ -100,7 +170,7 @@ def batch() -> Sequences:
     ids = [torch.randint(0, COMMON["vocab_size"], (n,), generator=g).tolist() for n in LENGTHS]
     masks = [[False] * (n - n // 2) + [True] * (n // 2) for n in LENGTHS]
     seqs = Sequences.from_lists(ids, masks, temperature=TEMPERATURE)
-    advantages = torch.randn(len(seqs), generator=g)[seqs.sequence_ids]
+    advantages = 1.5 + torch.randn(len(seqs), generator=g)[seqs.sequence_ids]  # so that the loss is not near 0
     return seqs.replace(advantages=advantages * seqs.action_mask)
 
 
@@ -141,6 +211,24 @@ def plain_step(model: Any, seqs: Sequences, kind: Kind) -> tuple[float, dict[str
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def plain_scalar_step(model: Any, head: torch.Tensor, seqs: Sequences, kind: Kind) -> tuple[float, dict[str, Any]]:
+    """Half the squared distance of values, or of the reward, to the advantages."""
+    total, num_actions = torch.zeros((), dtype=head.dtype), int(seqs.action_mask.sum())
+    for i in range(len(seqs)):
+        one = seqs.select([i])
+        mask = one.action_mask[1:]
+        assert one.advantages is not None
+        target = one.advantages[1:][mask].to(head.dtype)
+        numbers = model.model(input_ids=one.input_ids[None], use_cache=False).last_hidden_state[0] @ head[0]
+        if kind.loss == "values":
+            total = total + 0.5 * (numbers[:-1][mask] - target).square().sum() / num_actions
+        else:
+            total = total + 0.5 * (numbers[-1] - target[0]).square() / len(seqs)
+    names = [name for name, _ in model.model.named_parameters(prefix="model")]
+    gradients = torch.autograd.grad(total, [*model.model.parameters(), head])
+    return float(total.detach()), dict(zip([*names, "score.weight"], gradients, strict=True))
+
+
 def write_reference(family: str, directory: Path, dtype: torch.dtype = torch.float64, **changes: Any) -> None:
     """A model and, beside it, the batch and what each kind of step should come to."""
     from transformers import AutoModelForCausalLM
@@ -156,24 +244,29 @@ def write_reference(family: str, directory: Path, dtype: torch.dtype = torch.flo
             noise = torch.randn(len(logps), generator=g) * (1e-3 if i % 2 else 0.3)
             old[start + 1 : end] = logps.float() + noise - (noise.mean() if i % 2 else 0)  # some clipped, some not
     seqs = seqs.replace(old_logps=old * seqs.action_mask)
-    unlike = {kind: Kind(k.loss, k.level) for kind, k in KINDS.items()}
-    steps = {key: plain_step(model, seqs, key) for key in set(unlike.values())}
-    torch.save({"batch": vars(seqs), "steps": {kind: steps[key] for kind, key in unlike.items()}}, directory / "ref.pt")
+    computed: dict[Kind, Any] = {}
+    steps = {}
+    for name, kind in KINDS.items():
+        same = Kind(kind.loss, kind.level)  # checkpointing and micro-batches are nothing to the reference
+        computed[same] = steps[name] = computed.get(same) or plain_step(model, seqs, same)
+    generator = torch.Generator().manual_seed(HEAD_SEED)
+    head = (COMMON["initializer_range"] * torch.randn(1, COMMON["hidden_size"], generator=generator)).to(dtype)
+    for name, kind in SCALAR_KINDS.items():
+        steps[name] = plain_scalar_step(model, head.requires_grad_(), seqs, kind)
+    torch.save({"batch": vars(seqs), "steps": steps}, directory / "reference.pt")
 
 
-# ---------------------------------------------------------------- the meshes
+# ---------------------------------------------------------------- ours
 
 
-@dataclass
 class Steps(L.LightningDataModule):
-    """The same batch once for every kind."""
+    """As many steps as there are kinds; the module knows the batch."""
 
-    num_steps: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, num_steps: int) -> None:
         super().__init__()
+        self.num_steps = num_steps
 
-    def train_dataloader(self) -> "Steps":
+    def train_dataloader(self) -> Any:
         return self
 
     def __len__(self) -> int:
@@ -184,135 +277,162 @@ class Steps(L.LightningDataModule):
 
 
 class Parity(GRPO):
-    """Takes a step of each kind in turn."""
+    """Takes a step of each kind in turn, and counts what a step ran."""
 
-    kinds: list[str]
-    seqs: Sequences
+    kinds = KINDS
+
+    def __init__(self, directory: Path, seqs: Sequences) -> None:
+        super().__init__(str(directory), optimizer=STILL, max_grad_norm=MAX_NORM, samples_per_prompt=1)
+        self.seqs = seqs
+        self.micro_batch_tokens: list[int] = []
+        self.block_passes = 0
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.policy is not None
+        decoder_blocks(self.policy.lm)[0].mlp.register_forward_pre_hook(self._count)  # type: ignore[operator]
+
+    def _count(self, module: Any, args: Any) -> None:
+        self.block_passes += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        kind = KINDS[self.kinds[batch_idx]]
+        kind = list(self.kinds.values())[batch_idx]
         assert self.policy is not None
         set_checkpointing(self.policy.lm, kind.checkpointing)
         self.max_tokens_per_device = -(-kind.max_tokens // self.strategy.context)
-        self.policy_loss: PolicyLoss = GSPO() if kind.loss == "gspo" else PPOClip()
+        self.policy_loss = GSPO() if kind.loss == "gspo" else PPOClip()
         self.entropy_coef = ENTROPY if kind.loss == "ppo" else 0.0
-        self.update(self.seqs, self.sft_loss if kind.loss == "sft" else self.loss, level=kind.level)
+        self.micro_batch_tokens, self.block_passes = [], 0
 
-    def sft_loss(self, seqs: Sequences) -> Any:
-        return sft_loss(self.logps(seqs)[0]), {}
+        def loss(micro: Sequences) -> Any:
+            self.micro_batch_tokens.append(micro.num_tokens)
+            return self.step_loss(micro, kind)
+
+        self.update(self.seqs, loss, level=kind.level)
+
+    def step_loss(self, micro: Sequences, kind: Kind) -> Any:
+        return (sft_loss(self.logps(micro)[0]), {}) if kind.loss == "sft" else self.loss(micro)
+
+    def write_model_files(self, directory: Path) -> None:
+        """The tiny models have no tokenizer."""
+
+
+class ScalarParity(Parity):
+    """The same of a scalar model."""
+
+    kinds = SCALAR_KINDS
+
+    def build_policy(self, *, trainable: bool) -> Any:
+        return self.strategy.build_scalar_model(self.local_model_path(), random_init=False, seed=HEAD_SEED)
+
+    def step_loss(self, micro: Sequences, kind: Kind) -> Any:
+        model: Any = self.policy
+        assert micro.advantages is not None
+        if kind.loss == "values":
+            return 0.5 * (model(micro, at="actions") - micro.advantages).square() * micro.action_mask, {}
+        rewards = model(micro, at="last")[micro.sequence_ids]
+        return 0.5 * (rewards - micro.advantages).square() * micro.action_mask, {}
 
 
 def set_checkpointing(lm: Any, kind: str) -> None:
-    if kind == "none":
-        lm.gradient_checkpointing_disable()
-        return
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if kind == "selective":
-        from rl2lightning.models.attention import keep_attention
-
-        settings["context_fn"] = keep_attention
-    lm.gradient_checkpointing_enable(settings)
+    """As the strategy does before it shards; transformers asks at every forward pass."""
+    lm.gradient_checkpointing_disable()
+    if kind != "none":
+        settings: dict[str, Any] = {"use_reentrant": False}
+        if kind == "selective":
+            settings["context_fn"] = keep_attention
+        lm.gradient_checkpointing_enable(settings)
 
 
-@dataclass
 class Compare(L.Callback):
     """How far loss, gradients and gradient norm of each step are off, relative to the reference's."""
 
-    steps: dict[str, Any]
-    kinds: list[str]
-    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    def __init__(self, steps: dict[str, Any], kinds: list[str]) -> None:
+        self.steps, self.kinds = steps, kinds
+        self.outcomes: dict[str, dict[str, Any]] = {}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         kind = self.kinds[trainer.global_step]
         _, reference = self.steps[kind]
-        norm = torch.stack([g.norm() for g in reference.values()]).norm()
-        clipped = MAX_NORM / norm  # the gradients come after clipping
-        assert clipped < 1
+        clip = MAX_NORM / total_norm(reference)  # the gradients come after clipping
+        assert clip < 1
         gaps = {}
         for name, p in pl_module.policy.lm.named_parameters():
-            expected = clipped * reference[name]
-            gap = (p.grad.full_tensor() - expected).abs().max() / expected.abs().max()
-            gaps[name] = float(gap)
-        worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else float("inf"))
-        self.outcomes[kind] = {
-            "gradient": gaps[worst],
-            "worst": worst,
-            "num_bad": sum(not g < 5e-6 for g in gaps.values()),
-        }
+            expected = clip * reference[name]
+            gaps[name] = float((p.grad.full_tensor() - expected).abs().max() / expected.abs().max())
+        worst = max(gaps, key=lambda name: (gaps[name] != gaps[name], gaps[name]))
+        everything = set(gaps) == set(reference)
+        self.outcomes[kind] = {"gradient": gaps[worst], "worst": worst, "every_parameter": everything}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        kind = self.kinds[batch_idx]
+        kind, metrics = self.kinds[batch_idx], trainer.callback_metrics
         loss, gradients = self.steps[kind]
-        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        metrics = trainer.callback_metrics
-        self.outcomes[kind]["loss"] = abs(float(metrics["train/loss"]) - loss) / abs(loss)
-        self.outcomes[kind]["norm"] = abs(float(metrics["train/grad_norm"] - norm) / float(norm))
+        self.outcomes[kind] |= {
+            "loss": abs(float(metrics["train/loss"]) - loss) / abs(loss),
+            "norm": abs(float(metrics["train/grad_norm"]) / float(total_norm(gradients)) - 1),
+            "micro_batch_tokens": pl_module.micro_batch_tokens,
+            "block_passes": pl_module.block_passes,
+        }
 
 
-def run_mesh(directory: Path, mesh: dict[str, Any], kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """Outcome of each kind for one family on one mesh."""
-    reference = torch.load(directory / "ref.pt", weights_only=True)
-    module = Parity(
-        str(directory),
-        optimizer=OptimizerConfig(lr=0.0, schedule="constant"),
-        max_grad_norm=MAX_NORM,
-        samples_per_prompt=1,
-    )
-    module.kinds, module.seqs = kinds, Sequences(**reference["batch"])
-    compare = Compare(reference["steps"], kinds)
-    options = dict(mesh)
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(timeout_seconds=120, **options),
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else world_size(),
-        max_steps=len(kinds),
-        limit_val_batches=0,
-        callbacks=[compare],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, datamodule=Steps(len(kinds)))
-    return compare.outcomes
+def total_norm(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([g.norm() for g in gradients.values()]).norm()
 
 
-def world_size() -> int:
-    import os
+def check_weights(lm: Any, directory: Path) -> dict[str, Any]:
+    """Which weights, put together from all processes, are not bit for bit those of the file, or of a random draw."""
+    from transformers import AutoModelForCausalLM
 
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    stored = load_file(directory / "model.safetensors")
+    loaded = {name: x.clone() for name, x in full_weights(lm)}
+    init_weights(lm, load_config(str(directory)), seed=3)
+    drawn = {name: x.clone() for name, x in full_weights(lm)}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        random = dict(AutoModelForCausalLM.from_config(load_config(str(directory))).named_parameters())
+    head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
+    return {
+        "names": set(loaded) == set(stored) == set(random),
+        "not_as_stored": [name for name, x in loaded.items() if not torch.equal(x, stored[name])],
+        "not_as_drawn": [name for name, x in drawn.items() if not torch.equal(x, random[name])],
+        "tied": head.weight is embedding.weight,
+        # what this process holds of the matrices: one part in as many as share them
+        "share": sum(p.to_local().numel() for p in lm.parameters()) / sum(p.numel() for p in lm.parameters()),
+    }
+
+
+def run_family(mesh: Mesh, directory: Path) -> dict[str, Any]:
+    """Outcomes of one family on one mesh."""
+    reference = torch.load(directory / "reference.pt", weights_only=True)
+    seqs, outcomes = Sequences(**reference["batch"]), {}
+    for kind in (Parity, ScalarParity) if directory.name in SCALAR_FAMILIES else (Parity,):
+        module = kind(directory, seqs)
+        compare = Compare(reference["steps"], list(module.kinds))
+        mesh.trainer(compare, steps=len(module.kinds)).fit(module, datamodule=Steps(len(module.kinds)))
+        outcomes |= compare.outcomes
+        if kind is Parity:
+            assert module.policy is not None
+            outcomes["weights"] = check_weights(module.policy.lm, directory)
+    return outcomes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", type=Path)
-    parser.add_argument("--mesh", action="append", default=[])
-    parser.add_argument("--family", action="append", default=[])
-    parser.add_argument("--kind", action="append", default=[])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--mesh", action="append", help="only this one")
+    parser.add_argument("--family", action="append", help="only this one")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    import logging
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for text in args.mesh:
-        mesh = {
-            k: (v == "True" if v in ("True", "False") else int(v)) for k, v in (x.split("=") for x in text.split(","))
-        }
-        for family in args.family or FAMILIES:
-            start = time.time()
-            try:
-                out = run_mesh(args.models / family, mesh, args.kind or list(KINDS))
-            except Exception as e:
-                import traceback
-
-                if torch.distributed.get_rank() == 0:
-                    traceback.print_exc()
-                out = {"error": {"e": str(e)[:300]}}
-            if torch.distributed.get_rank() == 0:
-                print(text, family, f"{time.time() - start:.2f}s", flush=True)
-                for kind, o in out.items():
-                    print("   ", kind, {k: f"{v:.1e}" if isinstance(v, float) else v for k, v in o.items()}, flush=True)
+    logging.disable(logging.WARNING)
+    results: dict[str, Any] = {}
+    for name, (mesh, families) in MESHES[int(os.environ["WORLD_SIZE"])].items():
+        for family in families:
+            if name in (args.mesh or [name]) and family in (args.family or [family]):
+                results[f"{name}-{family}"] = run_family(mesh, args.models / family)
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, args.out)
 
 
 if __name__ == "__main__":
