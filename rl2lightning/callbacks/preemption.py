@@ -20,8 +20,8 @@ from rl2lightning.types import NonFiniteError
 class Preemption(L.Callback):
     """The first SIGINT or SIGTERM, on whichever process, lets the step end, saves `interrupted.ckpt` and ends the fit.
 
-    A second Ctrl-C stops at once, as does the first signal before training has begun: there is nothing to save then. The
-    command line exits with 128 + the signal's number.
+    A second Ctrl-C stops at once, as does the first signal before training has begun: there is nothing to save then.
+    The command line exits with 128 + the signal's number.
 
     Under SLURM the signal that asks for a requeue (`--signal=SIGUSR1@90`) waits for the end of the step, too; then
     Lightning saves and requeues.

@@ -375,6 +375,8 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if isinstance(exception, RuntimeError) and self.world_size > 1 and "by peer" in str(exception):
+            exception.add_note("another process of the run has ended: its output, or its node's, says why")
         try:
             self.wait_for_checkpoint()
         except Exception as error:  # the exception that ended the run says more

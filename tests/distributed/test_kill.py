@@ -1,13 +1,13 @@
-"""`kill -9` at random moments of a run under torchrun: what is left is complete, and the run goes on from it."""
+"""Runs on two processes that are told to stop, or killed: what is left is complete, and the run goes on from it."""
 
 import csv
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,37 +15,29 @@ import torch
 
 from rl2lightning.parallel import checkpoint as ckpt
 
-INHERITED = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED"}
+Start = Callable[..., subprocess.Popen[str]]
 
 
-def start(model: str, task: str, root: Path, *more: str) -> subprocess.Popen[str]:
-    """SFT on two processes, with a checkpoint at every step, always in the same directory."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = {
-        "model": "rl2lightning.SFT",
-        "model.model": model,
-        "model.optimizer": "{lr: 1.0e-3, schedule: constant, warmup_ratio: 0.0}",
-        "data": "rl2lightning.ChatDataModule",
-        "data.path": f"conversations@{task}",
-        "data.batch_size": "8",
-        "data.val_ratio": "0.0",
-        "trainer.accelerator": "cpu",
-        "trainer.enable_progress_bar": "false",
-        "trainer.default_root_dir": str(root),
-        "trainer.strategy.timeout_seconds": "60",
-        "ckpt_path": "last",
-    }
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", "-m", "rl2lightning"]
-    environment = {k: v for k, v in os.environ.items() if k not in INHERITED} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *launcher, "fit", *(f"--{name}={value}" for name, value in settings.items()), *more],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def start(fit_sft, environment: dict[str, str], free_port: Callable[[], int]) -> Start:
+    """Starts SFT on two processes, by torchrun or by Lightning, in a process group of their own as from a shell."""
+
+    def popen(root: Path, *more: str, torchrun: bool = True) -> subprocess.Popen[str]:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+        return subprocess.Popen(
+            [
+                sys.executable,
+                *(launcher if torchrun else []),
+                *fit_sft(root, "--trainer.devices=2", "--ckpt_path=last", *more),
+            ],
+            env=environment,
+            process_group=0,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return popen
 
 
 def saving(directory: Path, *, background: bool) -> list[str]:
@@ -111,16 +103,12 @@ def rows(root: Path) -> dict[str, dict[int, str]]:
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_from_a_complete_checkpoint(
-    tiny_model: str, task: str, tmp_path: Path, rounds: int
-) -> None:
+def test_a_killed_run_goes_on_from_a_complete_checkpoint(start: Start, tmp_path: Path, rounds: int) -> None:
     root, directory = tmp_path / "runs", tmp_path / "checkpoints"
     rng = random.Random(rounds)
     reached = 0
     for number in range(rounds):
-        process = start(
-            tiny_model, task, root, *saving(directory, background=number % 2 == 0), "--trainer.max_steps=100000"
-        )
+        process = start(root, *saving(directory, background=number % 2 == 0), "--trainer.max_steps=100000")
         try:
             everyone = kill_after_some_steps(process, directory, reached, rng)
             output = process.communicate(timeout=60)[0]  # where one was killed, the other ends within a minute
@@ -133,14 +121,14 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(
             assert f"step={before}.ckpt" in output or "last.ckpt" in output
             first = min(rows(root)[f"version_{number}"], default=before)
             assert first == before  # the first step after the checkpoint, counted from 0
-    last = start(tiny_model, task, root, *saving(directory, background=True), f"--trainer.max_steps={reached + 3}")
+    last = start(root, *saving(directory, background=True), f"--trainer.max_steps={reached + 3}")
     output = last.communicate(timeout=120)[0]
     assert last.returncode == 0, output[-4000:]
     assert check_all(directory) == reached + 3
     assert not [p.name for p in directory.iterdir() if p.suffix != ".ckpt"]  # nothing half done is left
 
     whole = tmp_path / "whole"
-    process = start(tiny_model, task, whole, f"--trainer.max_steps={reached + 3}")
+    process = start(whole, f"--trainer.max_steps={reached + 3}")
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output[-4000:]
     uninterrupted = rows(whole)["version_0"]
@@ -150,3 +138,71 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(
     theirs = ckpt.load_full_weights(ckpt.newest([whole / "version_0/checkpoints"]), "policy.lm.")
     for name, x in ckpt.load_full_weights(ckpt.newest([directory]), "policy.lm.").items():
         assert torch.equal(x, theirs[name]), name
+
+
+def reach(process: subprocess.Popen[str], root: Path, step: int) -> None:
+    """Returns when the run has come so far."""
+    deadline = time.monotonic() + 120
+    while not any(max(steps, default=0) >= step for steps in rows(root).values()):
+        assert process.poll() is None, process.stdout.read()[-4000:]  # type: ignore[union-attr]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def workers(process: subprocess.Popen[str], torchrun: bool) -> list[int]:
+    """The processes that train, by rank."""
+    pids = children(process.pid)
+    pids = [pid for pid in pids if "fit" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+    return pids if torchrun else [process.pid, *pids]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+SIGNALS = {
+    "to the second process": (signal.SIGTERM, lambda process, pids: os.kill(pids[1], signal.SIGTERM)),
+    "to both, as schedulers do": (signal.SIGTERM, lambda process, pids: [os.kill(pid, signal.SIGTERM) for pid in pids]),
+    "to what started them": (signal.SIGTERM, lambda process, pids: os.kill(process.pid, signal.SIGTERM)),
+    "Ctrl-C in a shell": (signal.SIGINT, lambda process, pids: os.killpg(process.pid, signal.SIGINT)),
+    "Ctrl-C for the second process": (signal.SIGINT, lambda process, pids: os.kill(pids[1], signal.SIGINT)),
+}
+IN_CI = {(True, "to the second process"), (True, "Ctrl-C in a shell"), (False, "Ctrl-C for the second process")}
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "case"),
+    [
+        pytest.param(torchrun, case, marks=() if (torchrun, case) in IN_CI else pytest.mark.slow)
+        for torchrun in (True, False)
+        for case in SIGNALS
+    ],
+)
+def test_a_signal_to_any_process_ends_all_with_a_checkpoint(
+    start: Start, tmp_path: Path, torchrun: bool, case: str
+) -> None:
+    number, send = SIGNALS[case]
+    more = ["--trainer.strategy.async_checkpoints=true", "--trainer.max_steps=100000"]
+    process = start(tmp_path, *more, torchrun=torchrun)
+    try:
+        reach(process, tmp_path, 9)  # metrics are written every ten steps
+        pids = workers(process, torchrun)
+        send(process, pids)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    path = tmp_path / "version_0/checkpoints/interrupted.ckpt"
+    assert f"signal {signal.Signals(number).name}: checkpoint saved to {path}" in output, output[-4000:]
+    assert check_all(path.parent) >= 9
+    if torchrun:  # which has exit codes of its own and tells those of the processes
+        assert process.returncode == 1
+        assert f"exitcode  : {128 + number}" in output or "got signal" in output, output[-4000:]
+    else:
+        assert process.returncode == 128 + number, output[-4000:]
+    deadline = time.monotonic() + 20
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
