@@ -121,7 +121,7 @@ def newest(directories: Iterable[Path]) -> Path | None:
     found = [path for d in directories for pattern in ("*.ckpt", "*.ckpt.old") for path in d.glob(pattern)]
     found = [path for path in found if is_complete(path) and not path.is_symlink()]
     for path in sorted(found, key=lambda path: (path / "meta.pt").stat().st_mtime_ns, reverse=True):
-        if "loops" in read_meta(path):  # not so where only weights were saved
+        if "lr_schedulers" in read_meta(path):  # not so where only weights were saved
             return path
     return None
 
@@ -148,7 +148,7 @@ def load(
     path = locate(path)
     check(path)
     meta = read_meta(path)
-    if optimizers and "loops" not in meta:
+    if optimizers and "lr_schedulers" not in meta:
         raise ValueError(f"checkpoint '{path}' has weights only (save_weights_only): a fit cannot go on from it")
     state: dict[str, Any] = {"state_dict": model_state(model, exclude=exclude)}
     for i, optimizer in enumerate(optimizers):

@@ -1,7 +1,9 @@
 """Checkpoints: a resumed run equals the uninterrupted one bit for bit, and a directory is complete or absent."""
 
+import os
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rl2lightning import GRPO, SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
+from rl2lightning.cli import Trainer
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import SamplingParams
@@ -51,19 +54,18 @@ class Record(L.Callback):
             self.reference = {name: p.full_tensor().clone() for name, p in pl_module.reference.lm.named_parameters()}
 
 
-def trainer_for(root: Path, *callbacks: L.Callback, **settings) -> L.Trainer:
-    return L.Trainer(
-        strategy=FSDP2TPStrategy(),
+def trainer_for(root: Path, *callbacks: L.Callback, kind: type[L.Trainer] = L.Trainer, **settings) -> L.Trainer:
+    return kind(
+        strategy=FSDP2TPStrategy(async_checkpoints=settings.pop("async_checkpoints", False)),
         accelerator="cpu",
         callbacks=list(callbacks),
         default_root_dir=root,
-        logger=False,
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         val_check_interval=2,
         check_val_every_n_epoch=None,
-        **{"max_steps": STEPS, **settings},
+        **{"max_steps": STEPS, "logger": False, **settings},
     )
 
 
@@ -284,3 +286,210 @@ def test_a_checkpoint_whose_replacement_was_cut_short_is_found_under_its_other_n
     assert ckpt.locate(path) == aside
     path.mkdir()
     assert ckpt.locate(path) == path
+
+
+# ---- in the background
+
+
+class Look(L.Callback):
+    """What is in a directory when each step begins: complete checkpoints, and where `last.ckpt` leads."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.seen: list[tuple[set[str], str | None]] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        complete = {p.name for p in self.directory.glob("step*.ckpt") if ckpt.is_complete(p)}
+        last = self.directory / "last.ckpt"
+        self.seen.append((complete, last.resolve().name if os.path.lexists(last) else None))
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    save = ckpt.dcp.save
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.5)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(ckpt.dcp, "save", slowly)
+
+
+@pytest.mark.usefixtures("slow_writes")
+def test_training_goes_on_while_a_checkpoint_is_written(tiny_model: str, task: str, tmp_path: Path) -> None:
+    module, data, _ = sft(tiny_model, task)
+    look = Look(tmp_path)
+    saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
+    trainer_for(tmp_path, look, saves, max_steps=4, async_checkpoints=True).fit(module, datamodule=data)
+    # step n begins while the checkpoint of step n - 1 is being written, so the one before it has to stay
+    assert look.seen == [
+        (set(), None),
+        (set(), None),
+        ({"step=1.ckpt"}, "step=1.ckpt"),
+        ({"step=2.ckpt"}, "step=2.ckpt"),
+    ]
+    assert {p.name for p in tmp_path.iterdir()} == {"step=4.ckpt", "last.ckpt"}
+    assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"  # relative: the directory can be moved
+    stored = ckpt.load_full_weights(tmp_path / "last.ckpt", "policy.lm.")
+    for name, x in module.policy_weights():
+        assert torch.equal(x, stored[name])
+
+
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_a_link_of_a_run_before_gives_way_and_takes_its_place(
+    tiny_model: str, task: str, tmp_path: Path, save_last: Any
+) -> None:
+    def fit(kind: Any, steps: int, ckpt_path: Path | None) -> None:
+        module, data, _ = sft(tiny_model, task)
+        saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last=kind)
+        trainer_for(tmp_path, saves, max_steps=steps).fit(module, datamodule=data, ckpt_path=ckpt_path)
+
+    fit(save_last, 2, None)
+    fit("link" if save_last is True else True, 3, tmp_path / "last.ckpt")
+    assert {p.name for p in tmp_path.iterdir()} == {"step=3.ckpt", "last.ckpt"}
+    assert (tmp_path / "last.ckpt").is_symlink() == (save_last is True)
+    assert ckpt.read_meta(tmp_path / "last.ckpt")["global_step"] == 3
+
+
+@pytest.mark.parametrize(("failing", "reached"), [(2, 3), (4, 4)])  # found at the next save, or when the fit ends
+def test_a_write_that_fails_in_the_background_is_an_error_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: str, task: str, tmp_path: Path, failing: int, reached: int
+) -> None:
+    save, calls = ckpt.dcp.save, []
+
+    def full_disk(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == failing:
+            raise OSError("No space left on device")
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(ckpt.dcp, "save", full_disk)
+    module, data, _ = sft(tiny_model, task)
+    saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
+    trainer = trainer_for(tmp_path, saves, max_steps=4, async_checkpoints=True)
+    with pytest.raises(
+        ckpt.CheckpointError, match=rf"step={failing}\.ckpt' was not written: OSError: No space"
+    ) as raised:
+        trainer.fit(module, datamodule=data)
+    assert isinstance(raised.value.__cause__, OSError)
+    assert trainer.global_step == reached
+    # the one before is still there, and still the last one
+    assert {p.name for p in tmp_path.iterdir()} == {f"step={failing - 1}.ckpt", "last.ckpt"}
+    assert os.readlink(tmp_path / "last.ckpt") == f"step={failing - 1}.ckpt"
+
+
+@pytest.mark.usefixtures("slow_writes")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_waits_for_what_is_being_written(tiny_model: str, task: str, tmp_path: Path) -> None:
+    class Fail(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            if trainer.global_step == 1:
+                raise KeyError("a bug in a callback")
+
+    module, data, _ = sft(tiny_model, task)
+    with pytest.raises(KeyError, match="a bug in a callback"):
+        trainer_for(tmp_path, Fail(), every_step(tmp_path), async_checkpoints=True).fit(module, datamodule=data)
+    ckpt.check(tmp_path / "step=1.ckpt")
+
+
+@pytest.mark.usefixtures("slow_writes")
+def test_a_save_outside_of_a_fit_is_complete_when_it_returns(tiny_model: str, task: str, tmp_path: Path) -> None:
+    module, data, _ = sft(tiny_model, task)
+    trainer = trainer_for(tmp_path, max_steps=1, async_checkpoints=True)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    ckpt.check(tmp_path / "mine.ckpt")
+
+
+# ---- what is in it
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tiny_model, task: str, tmp_path: Path) -> None:
+    class Keeps(L.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": tmp_path}
+
+    module, data, _ = sft(tiny_model, task)
+    with pytest.raises(ckpt.CheckpointError, match=r"must consist of numbers, strings, tensors"):
+        trainer_for(tmp_path, Keeps(), every_step(tmp_path)).fit(module, datamodule=data)
+    assert not list(tmp_path.glob("*.ckpt*"))
+
+
+def test_skipped_steps_are_counted_on(tiny_model: str, task: str, tmp_path: Path) -> None:
+    class Breaks(SFT):
+        def loss(self, seqs):
+            values, diagnostics = super().loss(seqs)
+            return values * (float("nan") if self.trainer.global_step == 1 else 1.0), diagnostics
+
+    counts = []
+    for ckpt_path in (None, tmp_path / "step=2.ckpt"):
+        _, data, _ = sft(tiny_model, task)
+        trainer = trainer_for(tmp_path, every_step(tmp_path), max_steps=3 if ckpt_path else 2)
+        trainer.fit(Breaks(tiny_model, optimizer=OPTIMIZER), datamodule=data, ckpt_path=ckpt_path)
+        counts.append(float(trainer.callback_metrics["train/skipped_steps"]))
+    assert counts == [1.0, 1.0]
+
+
+def test_weights_alone_are_no_start_for_a_fit(tiny_model: str, task: str, tmp_path: Path) -> None:
+    module, data, _ = sft(tiny_model, task)
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert ckpt.newest([tmp_path]) is None
+    with pytest.raises(ValueError, match=r"weights\.ckpt' has weights only \(save_weights_only\): a fit cannot go on"):
+        trainer_for(tmp_path).fit(module, datamodule=data, ckpt_path=tmp_path / "weights.ckpt")
+
+
+# ---- what killed processes leave
+
+
+def fake(path: Path, age: float) -> Path:
+    (path / "dcp").mkdir(parents=True)
+    (path / "dcp/.metadata").touch()
+    torch.save({"lr_schedulers": []}, path / "meta.pt")
+    written = time.time() - age
+    os.utime(path / "meta.pt", (written, written))
+    return path
+
+
+def test_the_newest_complete_checkpoint_is_found_whatever_it_is_called(tmp_path: Path) -> None:
+    assert ckpt.newest([tmp_path, tmp_path / "nowhere"]) is None
+    fake(tmp_path / "a/step=9.ckpt", age=30)
+    older = fake(tmp_path / "b/last.ckpt", age=20)
+    replaced = fake(tmp_path / "b/final.ckpt.old", age=10)
+    fake(tmp_path / "b/next.ckpt.incomplete", age=0)
+    (fake(tmp_path / "b/half.ckpt", age=0) / "dcp/.metadata").unlink()
+    (tmp_path / "b/link.ckpt").symlink_to("last.ckpt")
+    assert ckpt.newest([tmp_path / "a", tmp_path / "b"]) == replaced
+    ckpt.delete(replaced)
+    assert ckpt.newest([tmp_path / "a", tmp_path / "b"]) == older
+
+
+def test_the_next_save_tidies_up(tiny_model: str, task: str, tmp_path: Path) -> None:
+    for name in ("x.ckpt.incomplete", "y.ckpt.removed", "z.ckpt.old", "last.ckpt.old", "z.ckpt"):
+        fake(tmp_path / name, age=1)
+    (tmp_path / "notes.old").mkdir()  # not ours
+    module, data, _ = sft(tiny_model, task)
+    trainer_for(tmp_path, every_step(tmp_path), max_steps=1).fit(module, datamodule=data)
+    assert {p.name for p in tmp_path.iterdir()} == {"step=1.ckpt", "last.ckpt", "z.ckpt", "notes.old"}
+
+
+def test_last_is_the_newest_checkpoint_of_all_runs_of_the_directory(tiny_model: str, task: str, tmp_path: Path) -> None:
+    def fit(steps: int) -> L.Trainer:
+        module, data, _ = sft(tiny_model, task)
+        trainer = trainer_for(tmp_path, kind=Trainer, logger=None, max_steps=steps)
+        trainer.fit(module, datamodule=data, ckpt_path="last")
+        return trainer
+
+    assert fit(1).ckpt_path is None  # so a job that may be started again can always say it
+    first = tmp_path / "version_0/checkpoints"
+    assert fit(2).ckpt_path == next(first.glob("*.ckpt"))
+    second = next((tmp_path / "version_1/checkpoints").glob("*.ckpt"))
+    os.replace(second, second.with_name(f"{second.name}.old"))  # killed while it was being replaced
+    assert fit(3).global_step == 3
+    assert ckpt.read_meta(ckpt.newest([tmp_path / "version_2/checkpoints"]))["global_step"] == 3
+    module, data, _ = sft(tiny_model, task)
+    with pytest.raises(
+        ValueError, match="--ckpt_path last: no complete checkpoint of a run was found in '.*elsewhere'"
+    ):
+        trainer_for(tmp_path / "elsewhere", kind=Trainer).validate(module, datamodule=data, ckpt_path="last")
