@@ -103,14 +103,15 @@ class RolloutCallback(L.Callback):
         chat = from_data if self.apply_chat_template is None else self.apply_chat_template
         pl_module.check_turns(self.max_turns)
         self.version = None
+        model_path = pl_module.local_model_path()  # collective, the first time
         if not strategy.is_first_of_replica:
             return
         self.engine.start(
             EngineSpec(
-                model_path=pl_module.local_model_path(),
+                model_path=model_path,
                 device=strategy.root_device,
                 dtype=strategy.compute_dtype,
-                stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path(), apply_chat_template=chat),
+                stop_token_ids=stop_token_ids(tokenizer, model_path, apply_chat_template=chat),
             )
         )
         self.loop = RolloutLoop(
