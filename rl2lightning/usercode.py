@@ -60,7 +60,9 @@ def load_function(target: str, *, setting: str) -> Callable[..., Any]:
     return function
 
 
-def by_name(function: Callable[..., Any], *, given: tuple[str, ...], setting: str) -> Callable[..., Any]:
+def by_name(
+    function: Callable[..., Any], *, given: tuple[str, ...], setting: str, may_be_async: bool = False
+) -> Callable[..., Any]:
     """Adapts a function to the call `(row, **given)`: its parameters are filled by name, from `given`, then the row.
 
     A parameter `**columns` gets the rest of the row; what the function does not name, it is not handed.
@@ -69,11 +71,11 @@ def by_name(function: Callable[..., Any], *, given: tuple[str, ...], setting: st
     data has it, `difficulty` from the row.
 
     Raises:
-        ValueError: at once for a coroutine function or parameters without usable names; at a call for a row without a
-            column that the function needs.
+        ValueError: at once for parameters without usable names, and for a coroutine function unless `may_be_async`; at
+            a call for a row without a column that the function needs.
     """
     name = f"{setting} {getattr(function, '__name__', type(function).__name__)}"
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) and not may_be_async:
         raise ValueError(f"{name} is a coroutine function; make it a plain one (calls run side by side in threads)")
     parameters = inspect.signature(function).parameters.values()
     if odd := [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:

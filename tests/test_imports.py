@@ -18,6 +18,7 @@ ALLOWED = {
     "types": set(),
     "compat": set(),
     "usercode": set(),
+    "service": set(),
     "seeding": set(),
     "suggest": set(),
     "estimators": {"functional", "types"},
@@ -26,8 +27,8 @@ ALLOWED = {
     "models": {"functional", "types"},
     "parallel": {"models", "functional", "types"},
     "data": {"types", "usercode"},
-    "environments": {"types", "usercode"},
-    "rewards": {"types", "usercode"},
+    "environments": {"types", "usercode", "service"},
+    "rewards": {"types", "usercode", "service", "environments.python_exec"},  # the sandbox, to run code
     "rollout": {"types", "data.chat", "environments", "rewards"},
     "algorithms": {"functional", "types", "models", "parallel", *ESTIMATORS},
     # the RolloutCallback owns engine, environment and rewards, and finds their tokenizer

@@ -33,6 +33,7 @@ class RolloutMetrics:
                 sums["accuracy"] = float(next(iter(t.scores.values())) >= self.success_threshold)
             sums |= {f"score/{name}": x for name, x in t.scores.items()}
             self.sums.update(sums)
+        self.sums.update(result.counts)
         self.count("reward_errors", result.reward_errors.total())
         self.count("environment_errors", result.environment_errors.total())
         self.count("dropped", result.num_dropped)

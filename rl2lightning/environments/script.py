@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rl2lightning.environments.base import Environment, StepResult
@@ -20,7 +21,7 @@ class ScriptEnvironment(Environment):
         return float(messages[-1]["content"].strip() == answer)
 
     def interact(messages):                   # optional: new messages, [] or None ends the episode
-        return [{"role": "tool", "content": run(messages[-1]["content"])}]
+        return [{"role": "tool", "content": run(messages[-1]["content"])}]    # may be `async def`
 
     TOOLS = [...]                             # optional: schemas for the chat template
     ```
@@ -49,16 +50,22 @@ class ScriptEnvironment(Environment):
         self._reward_fn = by_name(names["reward_fn"], given=("messages",), setting=path)
         self._interact = None
         if "interact" in names:
-            self._interact = by_name(names["interact"], given=("messages",), setting=path)
+            self._interact = by_name(names["interact"], given=("messages",), setting=path, may_be_async=True)
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
         return self._tools
 
-    def step(self, messages: list[Message], row: Row) -> StepResult:
+    def step(self, messages: list[Message], row: Row) -> StepResult | Awaitable[StepResult]:
         if self._interact is None:
             return StepResult(done=True)
         new = self._interact(row, messages=_copy(messages))
+        return self._awaited(new) if inspect.isawaitable(new) else self._result(new)
+
+    async def _awaited(self, new: Awaitable[Any]) -> StepResult:
+        return self._result(await new)
+
+    def _result(self, new: Any) -> StepResult:
         if new is None:
             return StepResult(done=True)
         if not isinstance(new, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in new):

@@ -10,11 +10,15 @@ from rl2lightning.rewards.base import (
     WeightedSum,
     score,
 )
+from rl2lightning.rewards.code import CodeTests
 from rl2lightning.rewards.format import RegexReward
 from rl2lightning.rewards.length import LengthPenalty, SoftOverlong
 from rl2lightning.rewards.math import ExactMatch, MathAnswer
+from rl2lightning.rewards.remote import ClassifyReward, RemoteReward
 
 __all__ = [
+    "ClassifyReward",
+    "CodeTests",
     "ExactMatch",
     "FunctionReward",
     "FunctionTransform",
@@ -22,6 +26,7 @@ __all__ = [
     "LengthPenalty",
     "MathAnswer",
     "RegexReward",
+    "RemoteReward",
     "Reward",
     "RewardTransform",
     "Scored",

@@ -6,6 +6,7 @@ call into user code, and is resumed with the outcome. `Scheduler` runs all of th
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ import torch
 
 from rl2lightning.data.chat import as_messages, encode_prompt, encode_reply, row_tools
 from rl2lightning.environments.base import Environment, StepResult
+from rl2lightning.environments.event_loop import Abandoner, EventLoop
 from rl2lightning.rewards.base import OnRewardError, Reward, RewardTransform, Scored, WeightedSum, score
 from rl2lightning.rollout.engine import RolloutEngine, derive_seed
 from rl2lightning.rollout.scheduler import Call, Generate, Scheduler
@@ -52,6 +54,7 @@ class RolloutResult:
     trajectories: list[Trajectory] = field(default_factory=list)
     reward_errors: Counter[str] = field(default_factory=Counter)  # "reward/cause" -> how often
     environment_errors: Counter[str] = field(default_factory=Counter)  # "reset/exception", "step/…" -> how often
+    counts: Counter[str] = field(default_factory=Counter)  # what the environment counted, over all steps
     num_dropped: int = 0  # a reward failed under on_reward_error: drop, or the environment could not begin
     num_prompts_too_long: int = 0  # prompts that leave no room under the engine's max_model_len
     num_truncated: int = 0  # trajectories cut off by max_tokens or max_model_len; they are in `trajectories`
@@ -64,7 +67,8 @@ class RolloutLoop:
 
     The engine's ids and log-probs are kept verbatim; only what the environment says is tokenised. Environment steps and
     rewards run in threads beside the generation of others, so they must be thread-safe, and must come to an end by
-    themselves: a thread cannot be stopped.
+    themselves (a thread cannot be stopped) unless the environment sets a `timeout`. `async def` steps run in one event
+    loop, `tool_workers` of them at a time.
 
     Args:
         environment: answers the assistant's turns; None for a single turn on the row's messages.
@@ -109,6 +113,25 @@ class RolloutLoop:
         self.on_reward_error: OnRewardError = on_reward_error
         self.on_environment_error = on_environment_error
         self.apply_chat_template = apply_chat_template
+        self._event_loop, self._threads = EventLoop(), Abandoner()
+        self._check_template()
+
+    def _check_template(self) -> None:
+        """Says so where a chat template drops the tools that it is handed."""
+        tools = None if self.environment is None else self.environment.tools
+        if not tools or not self.apply_chat_template:
+            return
+        ask = partial(encode_prompt, self.tokenizer, [{"role": "user", "content": "?"}])
+        try:
+            ignored = ask(tools=tools) == ask(tools=None)
+        except ValueError:  # a template that needs them, or another kind of conversation
+            return
+        if ignored:
+            _log.warning(
+                "the chat template ignores the tools of %s, so the policy is not told of them: describe them in a "
+                "system message (ToolEnvironment: describe: system) or in the data",
+                type(self.environment).__name__,
+            )
 
     def run(
         self, jobs: Sequence[Job], sampling: SamplingParams, seed: int, *, progress: Progress | None = None
@@ -178,9 +201,15 @@ class RolloutLoop:
             before = list(trajectory.messages)
             trajectory.rewards[-1] += answer.reward
             trajectory.messages += answer.messages
+            result.counts.update(answer.counts)
             if answer.done or not answer.messages:
                 break
-            reply = self._reply(before, answer.messages, completion.token_ids[-1])
+            try:
+                closing = completion.token_ids[-1] if completion.stop is None else None
+                reply = self._reply(before, answer.messages, closing)
+            except ValueError as error:  # the template refuses it, or it holds our placeholder
+                self._environment_failed("reply", error, job.row, result)
+                break
         return (yield from self._score(trajectory, result))
 
     def _begin(
@@ -216,11 +245,12 @@ class RolloutLoop:
             trajectory.weight_version = completion.weight_version
         trajectory.num_turns += 1
         trajectory.truncated = completion.truncated
-        said = completion.token_ids if completion.truncated else completion.token_ids[:-1]  # without the stop token
+        whole = completion.truncated or completion.stop is not None  # otherwise the last is a stop token
+        said = completion.token_ids if whole else completion.token_ids[:-1]
         text = self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         trajectory.messages.append({"role": "assistant", "content": text})
 
-    def _reply(self, messages: list[Message], new: list[Message], stop_token_id: int) -> list[int]:
+    def _reply(self, messages: list[Message], new: list[Message], stop_token_id: int | None) -> list[int]:
         assert self.environment is not None
         return encode_reply(
             self.tokenizer,
@@ -232,16 +262,26 @@ class RolloutLoop:
         )
 
     def _reset(self, row: Row) -> list[Message]:
-        return as_messages(row["messages"] if self.environment is None else self.environment.reset(row))
+        if self.environment is None:
+            return as_messages(row["messages"])
+        return as_messages(self._in_time(partial(self.environment.reset, row)))
 
     def _step(self, messages: list[Message], row: Row) -> StepResult:
         assert self.environment is not None
-        answer = self.environment.step(messages, row)
+        answer = self._in_time(partial(self.environment.step, messages, row))
         if not isinstance(answer, StepResult):
             raise TypeError(f"step must return a StepResult, got {type(answer).__name__}")
         if not math.isfinite(answer.reward):
             raise ValueError(f"step returned the reward {answer.reward}")
-        return StepResult(as_messages(answer.messages) if answer.messages else [], float(answer.reward), answer.done)
+        new = as_messages(answer.messages) if answer.messages else []
+        return StepResult(new, float(answer.reward), answer.done, dict(answer.counts))
+
+    def _in_time(self, call: Callable[[], Any]) -> Any:
+        """What a method of the environment returns, awaited where it is a coroutine."""
+        assert self.environment is not None
+        timeout = self.environment.timeout
+        value = call() if timeout is None else self._threads.run(call, timeout, "environment")
+        return self._event_loop.run(value, timeout) if inspect.iscoroutine(value) else value
 
     def _environment_failed(self, where: str, error: Exception, row: Row, result: RolloutResult) -> None:
         what = f"{type(self.environment).__name__}.{where} raised {type(error).__name__}: {error}"
