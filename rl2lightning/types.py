@@ -17,6 +17,10 @@ class NonFiniteError(RuntimeError):
     """Too many optimizer steps in a row had a non-finite loss or gradient."""
 
 
+class RolloutError(RuntimeError):
+    """Generating failed; every process of the run raises it at the same point."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How completions are drawn. The module owns it: the engine samples by it, the loss scores at its temperature.
@@ -29,6 +33,7 @@ class SamplingParams:
         min_p: drop tokens less likely than this share of the likeliest.
         min_tokens: no end of sequence before this many tokens.
         stop_token_ids: tokens that end a turn besides the model's own end-of-sequence tokens.
+        stop: texts that end a turn; the token that completes one is the completion's last.
     """
 
     max_tokens: int = 1024
@@ -38,6 +43,7 @@ class SamplingParams:
     min_p: float = 0.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -54,6 +60,8 @@ class SamplingParams:
             raise ValueError(
                 f"sampling.min_tokens={self.min_tokens} must lie between 0 and max_tokens={self.max_tokens}"
             )
+        if not all(self.stop):
+            raise ValueError("sampling.stop holds an empty text, which would end every turn at once; leave it out")
 
     @property
     def greedy(self) -> bool:
@@ -75,6 +83,7 @@ class Completion:
     logps: list[float]  # [L], of the distribution sampled from
     finish_reason: Literal["stop", "length", "abort"]
     weight_version: int = 0  # optimizer step of the weights the request started under
+    stop: str | None = None  # the text of `SamplingParams.stop` that ended it; None: a stop token, or something else
 
     @property
     def truncated(self) -> bool:

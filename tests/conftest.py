@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import rl2lightning  # noqa: F401 - before any test imports Lightning: see compat.do_without_companions_for_cuda
+
 REPO = Path(__file__).parents[1]
 QUICKSTART_MODEL = REPO / "configs/quickstart/model"
 

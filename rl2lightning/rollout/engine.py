@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from rl2lightning.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -30,6 +36,7 @@ class EngineSpec:
         stop_token_ids: tokens that end a turn of this model (end of sequence, end of turn); they are part of the
             completion they end.
         max_model_len: most tokens of prompt and completion together; None is the model's own limit.
+        tokenizer: reads completions where `SamplingParams.stop` names texts that end them.
     """
 
     model_path: str
@@ -37,18 +44,43 @@ class EngineSpec:
     dtype: torch.dtype
     stop_token_ids: tuple[int, ...] = ()
     max_model_len: int | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+def longest_sequence(config: PretrainedConfig, spec: EngineSpec, of_engine: int | None) -> int:
+    """Most tokens of prompt and completion together: what the spec or the engine asks for, or else the model's limit.
+
+    Raises:
+        ValueError: more than the model has positions, or nobody names a length.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    wanted = spec.max_model_len or of_engine
+    if wanted is None and limit is None:
+        raise ValueError(f"'{spec.model_path}' names no longest sequence; set engine.init_args.max_model_len")
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ValueError(f"max_model_len={wanted} exceeds the {limit} positions of '{spec.model_path}'")
+    return wanted or limit  # type: ignore[return-value]
 
 
 class RolloutEngine(ABC):
-    """One per model replica. Constructed from settings alone; `start` builds it, on dummy weights.
+    """One per process, or per `tensor` processes. Constructed from settings alone; `start` builds it, on dummy weights.
 
-    `version` is the optimizer step of the last complete push; None means that there was none yet, or that one broke off
-    half way, and then generating is an error. `submit` and `step` never block on anything but the device.
+    `version` is the optimizer step of the last complete push; None means that there was none yet, that one broke off
+    half way, or that the weights were given up in sleep, and then generating is an error. `submit` and `step` never
+    block on anything but the device.
 
     The order around a rollout is `update_weights` (also while asleep), `wake`, `submit`/`step` …, `sleep`.
+
+    Where several processes share an engine, all of them call `start`, `update_weights`, `wake`, `sleep` and `shutdown`;
+    requests are made by the one that `leads`, inside `together`.
     """
 
     version: int | None = None
+    running_on: EngineSpec | None = None  # from `start` to `shutdown`
+    tensor: int = 1  # consecutive processes that share an engine
+    draws_by_position: bool = (
+        False  # a request cut off and resubmitted with its tokens and seed goes on as it would have
+    )
 
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:
@@ -101,6 +133,27 @@ class RolloutEngine(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Frees everything. A second call does nothing."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process submits the requests of its engine."""
+        return True
+
+    def follow(self) -> None:  # noqa: B027 - nobody follows an engine of one process
+        """Repeats what the leader does with the engine, until it releases."""
+
+    def release(self) -> None:  # noqa: B027
+        """Lets those go who follow."""
+
+    def together(self, fn: Callable[[], T]) -> T | None:
+        """What fn returns on the process that leads; the others do what fn does with the engine, and get None."""
+        if not self.leads:
+            self.follow()
+            return None
+        try:
+            return fn()
+        finally:
+            self.release()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
+from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, longest_sequence
 from rl2lightning.rollout.rows import Request, Rows
+from rl2lightning.rollout.stops import stop_watch
 from rl2lightning.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class HFEngine(RolloutEngine):
         max_model_len: most tokens of prompt and completion together; None: the model's own limit.
     """
 
+    draws_by_position = True
+
     def __init__(self, max_num_seqs: int = 256, max_model_len: int | None = None) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"engine.init_args.max_num_seqs={max_num_seqs} must be at least 1")
@@ -62,13 +65,8 @@ class HFEngine(RolloutEngine):
 
         config = AutoConfig.from_pretrained(spec.model_path)
         self._num_layers = _num_full_attention_layers(config)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        wanted = spec.max_model_len or self.max_model_len
-        if wanted is None and limit is None:
-            raise ValueError(f"'{spec.model_path}' names no longest sequence; set engine.init_args.max_model_len")
-        if wanted is not None and limit is not None and wanted > limit:
-            raise ValueError(f"max_model_len={wanted} exceeds the {limit} positions of '{spec.model_path}'")
-        self._max_len: int = wanted or limit  # type: ignore[assignment]
+        self._max_len = longest_sequence(config, spec, self.max_model_len)
+        self.running_on = spec
         self._device = torch.device(spec.device)
         self._stop_token_ids = tuple(spec.stop_token_ids)
         # initialising draws random numbers, which the trainer's generators must not notice
@@ -90,7 +88,7 @@ class HFEngine(RolloutEngine):
 
     def shutdown(self) -> None:
         self._clear()
-        self._model = None
+        self._model = self.running_on = None
         self.version = None
 
     @torch.no_grad()
@@ -141,6 +139,7 @@ class HFEngine(RolloutEngine):
         prompt = list(prompt_ids)
         if not prompt:
             raise ValueError(f"request '{request_id}' has an empty prompt; give at least one token")
+        watch = stop_watch(sampling, self.running_on.tokenizer if self.running_on else None)
         self._live.add(request_id)
         room = self._max_len - len(prompt)
         if room < 1:
@@ -148,7 +147,7 @@ class HFEngine(RolloutEngine):
             return
         stop = tuple(dict.fromkeys((*self._stop_token_ids, *sampling.stop_token_ids)))
         limit = min(room, sampling.max_tokens)
-        self._waiting.append(Request(request_id, prompt, sampling, seed, self.version, limit, stop))
+        self._waiting.append(Request(request_id, prompt, sampling, seed, self.version, limit, stop, watch))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl2lightning.rollout.sampling import draw, processed_logps, uniforms
+from rl2lightning.rollout.stops import StopWatch
 from rl2lightning.types import Completion, SamplingParams
 
 _NO_STOP = -1  # fills up rows of stop_ids
@@ -26,11 +27,13 @@ class Request:
     version: int
     limit: int  # most tokens it may generate, by max_tokens and by max_model_len
     stop_token_ids: tuple[int, ...]
+    watch: StopWatch | None = None
 
     def completion(
         self, token_ids: list[int], logps: list[float], reason: Literal["stop", "length", "abort"]
     ) -> Completion:
-        return Completion(self.request_id, self.prompt_ids, token_ids, logps, reason, self.version)
+        stop = self.watch.found if self.watch is not None else None
+        return Completion(self.request_id, self.prompt_ids, token_ids, logps, reason, self.version, stop)
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Rows:
         self.any_greedy = any(p.greedy for p in params)
         self.any_truncated = any(p.truncates_support and not p.greedy for p in params)
         self.any_minimum = any(p.min_tokens for p in params)
+        self.any_watch = any(request.watch is not None for request in self.requests)
 
     @staticmethod
     def of(requests: list[Request], pad: Tensor, device: torch.device) -> Rows:
@@ -140,10 +144,18 @@ class Rows:
         self.longest += 1
         code = torch.where(self.count >= self.limit, _AT_LIMIT, 0)
         code = torch.where((token[:, None] == self.stop_ids).any(1), _STOPPED, code)
+        if self.any_watch:
+            code = torch.where(self._stop_texts(token), _STOPPED, code)
         code = torch.where(logp.isfinite(), code, _NOT_FINITE)
         code = torch.where(self.alive, code, 0)
         self.alive = self.alive & (code == 0)
         self.codes = code.tolist()  # the one synchronisation of a step
+
+    def _stop_texts(self, token: Tensor) -> Tensor:
+        """[R] bool, running rows whose text has come to one that ends it."""
+        alive, tokens = self.alive.tolist(), token.tolist()
+        found = [r.watch is not None and alive[i] and r.watch.push(tokens[i]) for i, r in enumerate(self.requests)]
+        return torch.tensor(found, device=token.device)
 
     def finished(self) -> list[Completion]:
         """Completions of the rows that the last sample ended."""

@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
+from rl2lightning.rollout.hf import HFEngine
+from rl2lightning.rollout.vllm import VLLMEngine
+
+# few rows at a time, so that requests wait, join and leave all the time
+ENGINES: dict[str, Callable[[], RolloutEngine]] = {
+    "hf": lambda: HFEngine(max_num_seqs=4),
+    "vllm": lambda: VLLMEngine(max_num_seqs=4, kv_cache_memory_bytes=32 << 20),
+}
+CONTRACT = {"stop_token_ids": (2,), "max_model_len": 64}
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -41,7 +53,7 @@ def build_model(seed: int = 0):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
@@ -71,6 +83,27 @@ def model_path(tmp_path_factory: pytest.TempPathFactory, model) -> Path:
     path = tmp_path_factory.mktemp("model")
     model.config.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def started() -> Iterator[dict[str, RolloutEngine]]:
+    """Engines that tests have started, kept because a start takes seconds."""
+    engines: dict[str, RolloutEngine] = {}
+    yield engines
+    for engine in engines.values():
+        engine.shutdown()
+
+
+@pytest.fixture(params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def engine(request: pytest.FixtureRequest, model_path: Path, started: dict[str, RolloutEngine]) -> RolloutEngine:
+    """Started, as if it never had any weights."""
+    spec = EngineSpec(str(model_path), "cpu", torch.float32, **CONTRACT)
+    engine = started.setdefault(request.param, ENGINES[request.param]())
+    if engine.running_on != spec or engine.unfinished:
+        engine.start(spec)
+    engine.version = None
+    engine.wake()
+    return engine
 
 
 @pytest.fixture

@@ -1,32 +1,17 @@
-"""What every engine must do. Each engine is one entry of ENGINES."""
+"""What every engine must do. Each engine is one entry of ENGINES in conftest.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, derive_seed
-from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.types import SamplingParams
 
-# few rows at a time, so that requests wait, join and leave all the time
-ENGINES: dict[str, Callable[[], RolloutEngine]] = {"hf": lambda: HFEngine(max_num_seqs=4)}
-
 EOS = 2
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, model_path: Path):
-    """Started, on dummy weights."""
-    engine = ENGINES[request.param]()
-    engine.start(EngineSpec(str(model_path), "cpu", torch.float32, stop_token_ids=(EOS,), max_model_len=64))
-    yield engine
-    engine.shutdown()
 
 
 @pytest.fixture
@@ -200,10 +185,34 @@ def test_a_prompt_without_room_gives_an_empty_completion_and_no_error(loaded, le
     assert len(normal.token_ids) == 3
 
 
+def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(engine, model, model_path, tokenizer):
+    engine.start(EngineSpec(str(model_path), "cpu", torch.float32, tokenizer=tokenizer))
+    engine.update_weights(model.named_parameters(), version=0)
+    (free,) = engine.generate([[4, 5]], SamplingParams(max_tokens=12), [0])
+    text = tokenizer.decode(free.token_ids)
+    words = [tokenizer.decode(free.token_ids[i : i + 2]) for i in range(11)]
+    at = next(i for i in range(2, 11) if len(words[i]) == 2 and text.count(words[i]) == 1)
+    for stop in ((words[at],), ("@@@", words[at])):
+        sampling = SamplingParams(max_tokens=12, stop=stop)
+        stopped, unstopped = engine.generate([[4, 5], [4, 5]], sampling, [0, 1])
+        assert stopped.token_ids == free.token_ids[: at + 2]
+        assert stopped.logps == pytest.approx(free.logps[: at + 2], abs=1e-5)
+        assert (stopped.finish_reason, stopped.stop, stopped.truncated) == ("stop", words[at], False)
+        assert words[at] in tokenizer.decode(unstopped.token_ids) or unstopped.finish_reason == "length"
+    (late,) = engine.generate([[4, 5]], SamplingParams(max_tokens=12, stop=(words[at],), min_tokens=at + 3), [0])
+    assert len(late.token_ids) > at + 2
+
+
+def test_stop_texts_need_a_tokenizer(loaded):
+    with pytest.raises(ValueError, match="tokenizer"):
+        loaded.submit("a", [4], SamplingParams(stop=("x",)), seed=0)
+    assert loaded.unfinished == 0
+
+
 # -- requests -----------------------------------------------------------------------------------------------------
 
 
-def test_an_aborted_request_resumes_with_its_tokens_as_prompt(loaded):
+def test_an_aborted_request_resumes_with_its_tokens_as_prompt(loaded, model, processed):
     sampling = SamplingParams(max_tokens=12)
     (whole,) = loaded.generate([[4, 5, 6]], sampling, [7])
     loaded.submit("x", [4, 5, 6], sampling, seed=7)
@@ -217,8 +226,11 @@ def test_an_aborted_request_resumes_with_its_tokens_as_prompt(loaded):
     assert partial.token_ids == whole.token_ids[:done]
     loaded.submit("y", [4, 5, 6, *partial.token_ids], SamplingParams(max_tokens=12 - done), seed=7)
     rest = run(loaded)["y"]
-    assert partial.token_ids + rest.token_ids == whole.token_ids
-    torch.testing.assert_close(torch.tensor(partial.logps + rest.logps), torch.tensor(whole.logps), atol=1e-5, rtol=0)
+    joined = partial.token_ids + rest.token_ids
+    expected = processed(model, [4, 5, 6], joined)
+    torch.testing.assert_close(torch.tensor(partial.logps + rest.logps), expected, atol=1e-5, rtol=0)
+    if loaded.draws_by_position:  # as if nothing had happened
+        assert joined == whole.token_ids
 
 
 def test_abort_reaches_running_waiting_and_rejected_requests_and_passes_over_the_rest(loaded):
@@ -257,6 +269,7 @@ def test_an_id_in_use_and_an_empty_prompt_are_refused(loaded):
     assert loaded.unfinished == 1
     run(loaded)
     loaded.submit("a", [4], SamplingParams(max_tokens=2), seed=0)  # free again
+    run(loaded)
 
 
 def test_generate_leaves_nothing_running_behind_an_error(loaded):

