@@ -33,9 +33,11 @@ class CheckpointWriter:
         timeout: how long processes wait for one another.
     """
 
-    def __init__(self, *, background: bool, timeout: timedelta) -> None:
+    def __init__(self, *, background: bool, timeout: timedelta | None) -> None:
         # a group of its own: what a write in the background sends must not come between the collectives of training
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
         self.rank = dist.get_rank()
         self.newest: Path | None = None  # written completely, by this writer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
