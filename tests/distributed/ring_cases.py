@@ -5,17 +5,30 @@ Every case is a function of the same global tensors; the tests look at the error
 
 import argparse
 import itertools
+import sys
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import Qwen3Config
 
-from rl2lightning.models.attention import AttentionSpec
+from rl2lightning import RingAttention
+from rl2lightning.models.attention import AttentionSpec, keep_attention
+from rl2lightning.models.blocks import Math, Segments
+from rl2lightning.models.build import build_causal_lm, init_weights, materialize
+from rl2lightning.models.packed import pack
+from rl2lightning.models.policy import Policy
+from rl2lightning.parallel.mesh import build_meshes
+from rl2lightning.parallel.ring import attention as ring_attention
 from rl2lightning.parallel.ring.attention import RingedAttention
 from rl2lightning.parallel.ring.layout import zigzag
+from rl2lightning.types import Sequences
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,96 @@ def run(case: Case, transport: str, dtype: torch.dtype) -> dict[str, float]:
     return errors
 
 
+# ---- ring-flash-attn, its kernels replaced by the mathematics
+
+
+def fake_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
+    leftpad_k=None, seqused_k=None, zero_tensors=False,
+):  # fmt: skip
+    rows = [Segments.of(cu.diff().tolist()) for cu in (cu_seqlens_q, cu_seqlens_k)]
+    out, lse = Math().forward(q, k, v, *rows, causal, AttentionSpec(softmax_scale))
+    return out.to(q.dtype), lse, None, None
+
+
+def fake_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
+    rows = [Segments.of(cu.diff().tolist()) for cu in (cu_seqlens_q, cu_seqlens_k)]
+    grads = Math().backward(dout, q, k, v, out, softmax_lse, *rows, causal, AttentionSpec(softmax_scale))
+    for target, grad in zip((dq, dk, dv), grads, strict=True):
+        target.copy_(grad)
+
+
+def package_errors() -> dict[str, float]:
+    """Of the transport `package` in bf16, whose backward is wrong in fp32 by design: it takes its own copies."""
+    kernels = types.ModuleType("flash_attn.flash_attn_interface")
+    kernels._flash_attn_varlen_forward, kernels._flash_attn_varlen_backward = fake_forward, fake_backward
+    kernels._flash_attn_forward, kernels._flash_attn_backward = fake_forward, fake_backward
+    parent = types.ModuleType("flash_attn")
+    parent.flash_attn_interface = kernels
+    modules = {"flash_attn": parent, "flash_attn.flash_attn_interface": kernels}
+    serves = mock.patch.object(ring_attention.Package, "backend", return_value=Math())
+    with mock.patch.dict(sys.modules, modules), serves:
+        return run(Case((40, 3, 21), split_from=20), "package", torch.bfloat16)
+
+
+# ---- a model under the plugin
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        config = Qwen3Config(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+        )  # fmt: skip
+        lm = build_causal_lm(config, torch.float32)
+        materialize(lm, torch.device("cpu"))
+        init_weights(lm, config, 0)
+        self.policy = Policy(lm).train()
+        self._device_mesh = build_meshes("cpu", (1, 1, dist.get_world_size(), 1)).root
+
+
+def gradients(module: Module, seqs: Sequences) -> tuple[Tensor, Tensor, int]:
+    """Log-probs [n], the gradient of their weighted sum on this rank, and how often the ring was run for it."""
+    module.zero_grad()
+    count = mock.patch.object(RingedAttention, "forward", autospec=True, side_effect=RingedAttention.forward)
+    with count as forward:
+        ready = module.policy.pack(seqs, torch.device("cpu"), torch.float32)
+        logps, _ = module.policy(ready, temperature=1.0)
+        weights = torch.randn(seqs.num_tokens, generator=torch.Generator().manual_seed(1))
+        (logps * weights).sum().backward()
+    return logps.detach(), torch.cat([p.grad.flatten() for p in module.parameters()]), forward.call_count
+
+
+def model_case() -> dict[str, float]:
+    """A policy spread over the ring, without and with checkpointing, against the same policy on one process."""
+    module, g = Module(), torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, 61, (n,), generator=g).tolist() for n in (23, 5, 2, 40)]
+    seqs = Sequences.from_lists(ids, [[False] + [True] * (len(x) - 1) for x in ids])
+    logps, grads, calls = gradients(module, seqs)
+    assert calls == 0
+    plugin, results = RingAttention(split_from=20), {}
+    assert plugin.apply(module) is module
+    checkpointing = {"none": None, "full": {}, "selective": {"context_fn": keep_attention}}
+    for name, settings in checkpointing.items():
+        if settings is not None:
+            module.policy.lm.gradient_checkpointing_enable({"use_reentrant": False, **settings})
+        ours, mine, results[f"{name}/calls"] = gradients(module, seqs)
+        dist.all_reduce(mine)  # every rank holds the gradient of its own rows
+        results[f"{name}/logps"] = relative_error(ours, logps.double())
+        results[f"{name}/gradient"] = relative_error(mine, grads.double())
+    plugin.revert(module)
+    results["reverted"] = float(module.policy.pack is pack)
+    module.policy.lm.gradient_checkpointing_disable()
+    results["reverted/gradient"] = relative_error(gradients(module, seqs)[1], grads.double())
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -117,8 +220,11 @@ def main() -> None:
             CASES.items(), ("ring", "gather"), (torch.float32, torch.float64)
         )
     }
+    results["model"] = model_case()
+    results["package"] = package_errors()
     if dist.get_rank() == 0:
         torch.save(results, args.out)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -5,11 +5,15 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config
 from transformers import Qwen3ForCausalLM as Qwen3
 
-from rl2lightning.models.build import build_causal_lm, materialize
-from rl2lightning.models.packed import pack, packed_attention
+from rl2lightning.models.attention import AttentionSpec, keep_attention
+from rl2lightning.models.blocks import Segments
+from rl2lightning.models.build import build_causal_lm, decoder_blocks, materialize
+from rl2lightning.models.packed import Bucketed, WholeSequences, pack, packed_attention
 from rl2lightning.models.policy import Policy
 from rl2lightning.types import Sequences
 
@@ -187,6 +191,97 @@ def test_layout_by_hand() -> None:
     assert layout.attention.buckets[0].slots.tolist() == [0, 1, 3, 4, 5]
     assert layout.attention.restore is not None
     assert layout.attention.restore.tolist() == [2, 3, 4, 0, 1]
+
+
+def test_rows_are_padded_to_a_multiple() -> None:
+    seqs = random_sequences([4, 9])
+    layout = pack(seqs, torch.device("cpu"), torch.float32, row_multiple=5).layout
+    assert layout.input_ids.tolist() == [*seqs.input_ids.tolist(), 0, 0]
+    assert layout.position_ids.tolist() == [*range(4), *range(9), 0, 1]
+    _, policy = both("plain")
+    plain, padded = (
+        policy(pack(seqs, torch.device("cpu"), torch.float32, row_multiple=n), temperature=1.0)[0] for n in (1, 5)
+    )
+    torch.testing.assert_close(padded, plain, rtol=1e-6, atol=1e-6)
+
+
+# ---- kernels over packed rows, of which the mathematics runs anywhere
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_named_is_used_and_gives_the_same(family: str) -> None:
+    _, policy = both(family)
+    seqs = random_sequences(LENGTHS["uneven"])
+    outcomes = []
+    for backend in ("auto", "math"):
+        policy.zero_grad()
+        packed = pack(seqs, torch.device("cpu"), torch.float32, backend=backend)
+        logps, _ = policy(packed, temperature=1.0)
+        logps.square().sum().backward()
+        outcomes.append((logps, torch.cat([p.grad.flatten() for p in policy.parameters()])))
+        assert isinstance(packed.layout.attention, WholeSequences if backend == "math" else Bucketed)
+    torch.testing.assert_close(outcomes[1][0], outcomes[0][0], rtol=1e-5, atol=1e-5)
+    largest = float(outcomes[0][1].abs().max())
+    torch.testing.assert_close(outcomes[1][1], outcomes[0][1], rtol=1e-4, atol=1e-5 * largest)
+
+
+def test_dropout_takes_the_buckets_where_a_kernel_was_named() -> None:
+    rows, whole = torch.randn(12, 2, 8), WholeSequences(Segments.of([5, 7]), "math")
+    torch.manual_seed(0)
+    ours = whole(rows, rows, rows, AttentionSpec(0.3, dropout=0.5))
+    torch.manual_seed(0)
+    buckets = Bucketed.of([5, 7])(rows, rows, rows, AttentionSpec(0.3, dropout=0.5))
+    torch.testing.assert_close(ours, buckets, rtol=0, atol=0)
+    assert not torch.allclose(ours, whole(rows, rows, rows, AttentionSpec(0.3)))
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the passes through attention that autograd sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten, ours = torch.ops.aten, torch.ops.rl2lightning
+        self.calls += func in (aten._scaled_dot_product_flash_attention_for_cpu.default, ours.attend.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_selective_checkpointing_attends_once(backend: str) -> None:
+    _, policy = both("plain")
+    policy.train()
+    seqs = random_sequences([9, 9, 9])  # one bucket
+    outcomes = {}
+    for name, settings in {"none": None, "full": {}, "selective": {"context_fn": keep_attention}}.items():
+        policy.zero_grad()
+        if settings is not None:
+            policy.lm.gradient_checkpointing_enable({"use_reentrant": False, **settings})
+        with Attentions() as counter:
+            packed = pack(seqs, torch.device("cpu"), torch.float32, backend=backend)
+            policy(packed, temperature=1.0)[0].sum().backward()
+        outcomes[name] = counter.calls, torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert {name: calls for name, (calls, _) in outcomes.items()} == {"none": 2, "full": 4, "selective": 2}
+    assert torch.equal(outcomes["selective"][1], outcomes["none"][1])
+    assert torch.equal(outcomes["full"][1], outcomes["none"][1])
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_compiled_blocks_are_not_compiled_anew_for_each_micro_batch(backend: str) -> None:
+    torch._dynamo.reset()  # which remembers lengths of other tests
+    plain, policy = both("plain")
+    graphs = CompileCounter()  # counts, and runs what it is given
+    for block in decoder_blocks(policy.lm):
+        block.compile(backend=graphs)
+    frames = []
+    for seed, lengths in enumerate(([3, 9], [4, 7, 8], [5, 6], [11, 2, 3], [20, 3], [1, 2, 3, 4])):
+        seqs = random_sequences(lengths, seed)
+        logps, _ = policy(pack(seqs, torch.device("cpu"), torch.float32, backend=backend), temperature=1.0)
+        logps.sum().backward()
+        torch.testing.assert_close(logps.detach(), one_by_one(plain, seqs, 1.0)[0].detach(), rtol=1e-5, atol=1e-5)
+        frames.append(graphs.frame_count)
+    assert frames[0] < frames[1] == frames[-1]  # once for these lengths, once for any
 
 
 def test_what_is_packed_is_not_packed_again() -> None:

@@ -64,7 +64,7 @@ class RingAttention(LayerSync):
         for inner in model.modules():
             if isinstance(inner, PackedModel) and inner not in self._packs:
                 if group is not None:
-                    refuse_what_cannot_be_spread(inner.lm.config)
+                    refuse_what_cannot_be_spread(inner.lm.config, recurrent=inner.lm._is_stateful)
                 self._packs[inner] = inner.pack
                 inner.pack = partial(self._spread, group=group) if group is not None else self._whole
         return model
@@ -110,11 +110,12 @@ class _Sum(torch.autograd.Function):
         return dout, None
 
 
-def refuse_what_cannot_be_spread(config: Any) -> None:
+def refuse_what_cannot_be_spread(config: Any, *, recurrent: bool) -> None:
     """Raises where rows on different processes would not compute what they compute together.
 
     Args:
         config: a Hugging Face model's.
+        recurrent: whether transformers marks the model as one with a state that goes from token to token.
     """
     config = config.get_text_config()
     remedy = "set strategy.context to 1"
@@ -122,6 +123,8 @@ def refuse_what_cannot_be_spread(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     if odd := sorted(kinds - _CAUSAL_LAYERS):
         raise ValueError(f"{name} has layers of the kind {odd}, which cannot be spread over a context axis; {remedy}")
+    if recurrent:
+        raise ValueError(f"{name} is recurrent, and its tokens cannot be spread over a context axis; {remedy}")
     if (ropes := _rope_types(getattr(config, "rope_parameters", None))) & {"dynamic", "longrope"}:
         raise ValueError(
             f"{name} has rotary embeddings of type {sorted(ropes)}, which depend on the longest position at hand, "
