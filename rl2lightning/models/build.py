@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from rl2lightning.models.heads import SCALAR_HEAD, ScalarHead
 from rl2lightning.models.packed import PACKED_ATTENTION, register_packed_attention
@@ -220,7 +220,16 @@ def full_weights(lm: PreTrainedModel, dtype: torch.dtype | None = None) -> Itera
     """
     for name, p in lm.named_parameters():
         weight = p.detach() if dtype is None else p.detach().to(dtype)
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name, gathered(weight) if isinstance(weight, DTensor) else weight
+
+
+def gathered(x: DTensor) -> Tensor:
+    """`x.full_tensor()`, put together axis by axis in the order opposite to the cuts: torch warns of any other."""
+    placements = list(x.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        x = x.redistribute(placements=placements)
+    return x.to_local()
 
 
 def copy_generation_config(source: str | Path, directory: str | Path) -> None:

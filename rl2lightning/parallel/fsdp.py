@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -71,12 +73,29 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
             by_mesh.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
     if not by_mesh:
         return torch.zeros(())
-    norms = []
-    for group in by_mesh.values():
-        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.stack(norms).square().sum().sqrt()
+    squares = [_squared_norm([p.grad for p in group if p.grad is not None], mesh) for mesh, group in by_mesh.items()]
+    total = torch.stack(squares).sum().sqrt()
     if max_norm is not None:
         for group in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _squared_norm(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
+    """Sum of squares of gradients on a mesh: one number crosses each axis.
+
+    Left to DTensor, a number for every parameter would, as soon as some are cut over an axis and others are not.
+    """
+    if mesh is None:
+        return torch.nn.utils.get_total_norm(grads).square()
+    by_copies: dict[int, list[Tensor]] = {}  # on how many processes the same part of a gradient is
+    for grad in grads:
+        assert isinstance(grad, DTensor)
+        copies = math.prod(mesh.size(axis) for axis, placed in enumerate(grad.placements) if placed.is_replicate())
+        by_copies.setdefault(copies, []).append(grad.to_local())
+    squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
+    total = torch.stack(squares).sum()
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(total, group=mesh.get_group(axis))
     return total
