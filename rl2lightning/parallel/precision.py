@@ -41,6 +41,7 @@ def parameter_dtype(plugin: Precision, *, trainable: bool) -> torch.dtype:
 
 
 def mixed_precision_policy(plugin: Precision) -> MixedPrecisionPolicy:
+    # inputs are token ids and layouts, which FSDP would take apart at every block in search of something to cast
     if compute_dtype(plugin) == torch.float32:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
