@@ -63,21 +63,23 @@ def apply_tensor_parallel(lm: PreTrainedModel, mesh: DeviceMesh, *, sequence_par
 
     modules = dict(base.named_modules())
     regions = {name.rpartition(".")[0] for name in modules if _pattern(name) in plan}  # attention and MLP of each layer
-    for name in regions:
-        _enter_whole(modules[name], mesh, stream)
-    for name, module in modules.items():
-        if not module._parameters or module is embedding:
-            continue
-        outside = not any(f"{name}.".startswith(f"{region}.") for region in regions)
-        if (style := plan.get(_pattern(name))) is not None:
-            _cut(module, style, mesh, stream, kv_heads=config.num_key_value_heads if _is_key_value(name) else None)
-        elif outside and all(p.ndim == 1 for p in module.parameters(recurse=False)):  # a norm
-            Whole.take(module, mesh, grads=Partial() if sequence_parallel else Replicate())
-        else:
+    owners = {name: module for name, module in modules.items() if module._parameters and module is not embedding}
+    norms = {name for name in owners if _pattern(name) not in plan}
+    for name in norms:
+        inside = any(f"{name}.".startswith(f"{region}.") for region in regions)
+        if inside or any(p.ndim != 1 for p in owners[name].parameters(recurse=False)):
             raise ValueError(
                 f"{type(lm).__name__} has parameters in '{name}' that its tensor-parallel plan does not speak of: "
                 f"set strategy.tensor={mesh.size()} to 1"
             )
+    for name in regions:
+        _enter_whole(modules[name], mesh, stream)
+    for name, module in owners.items():
+        if name in norms:
+            Whole.take(module, mesh, grads=Partial() if sequence_parallel else Replicate())
+        else:
+            kv_heads = config.num_key_value_heads if _is_key_value(name) else None
+            _cut(module, plan[_pattern(name)], mesh, stream, kv_heads=kv_heads)
     Words.take(embedding, mesh, out=stream)
     if sequence_parallel:
         _leave_whole(base, mesh)

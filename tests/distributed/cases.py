@@ -125,8 +125,19 @@ CASES = {
     "grpo_sequence": lambda model: grpo(model, 64, "sequence"),
     "grpo_constant": lambda model: grpo(model, 1000, "constant"),
 }
-REPLICATED = {
-    "sft_replicated": lambda model: sft(model, 32, strategy=FSDP2TPStrategy(replicate=2, timeout_seconds=120))
+
+
+def on_mesh(**axes) -> FSDP2TPStrategy:
+    return FSDP2TPStrategy(timeout_seconds=120, **axes)
+
+
+SEVERAL_PROCESSES = {
+    "sft_replicated": lambda model: sft(model, 32, strategy=on_mesh(replicate=2)),
+    "sft_three_steps_tensor": lambda model: sft(model, 64, strategy=on_mesh(tensor=2), steps=3),
+    "sft_three_steps_tensor_sequence": lambda model: sft(
+        model, 64, strategy=on_mesh(tensor=2, tensor_sequence=True), steps=3
+    ),
+    "sft_three_steps_context": lambda model: sft(model, 64, strategy=on_mesh(context=2), steps=3),
 }
 
 
@@ -138,7 +149,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     world = torch.distributed.is_torchelastic_launched()
-    results = {name: case(args.model) for name, case in (CASES | (REPLICATED if world else {})).items()}
+    results = {name: case(args.model) for name, case in (CASES | (SEVERAL_PROCESSES if world else {})).items()}
     if not world or torch.distributed.get_rank() == 0:
         torch.save(results, args.out)
 

@@ -73,6 +73,8 @@ def test_replicas_do_not_change_the_gradient(outcomes: dict, world_size: int) ->
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_three_steps_lead_to_the_same_weights(outcomes: dict, world_size: int) -> None:
-    ours, reference = outcomes[world_size]["sft_three_steps"], outcomes[1]["sft_three_steps"]
+@pytest.mark.parametrize("mesh", ["", "_tensor", "_tensor_sequence", "_context"])
+def test_three_steps_lead_to_the_same_weights(outcomes: dict, mesh: str, world_size: int) -> None:
+    # four processes are two of the named axis and two that shard
+    ours, reference = outcomes[world_size][f"sft_three_steps{mesh}"], outcomes[1]["sft_three_steps"]
     assert largest_difference(ours["weights"], reference["weights"]) < 1e-4
