@@ -168,7 +168,6 @@ class Ring(Transport):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, rows: CutRows, spec: AttentionSpec, backend: BlockBackend
     ) -> tuple[Tensor, Tensor]:
-        k, v = k.contiguous(), v.contiguous()
         hop = _Hop(self.group, rows, k, v)
         out, lse = backend.forward(q, k, v, rows.full, rows.full, True, spec)
         out, lse = out.to(accumulator(q.dtype)), lse.contiguous()
@@ -194,7 +193,6 @@ class Ring(Transport):
         rows: CutRows, spec: AttentionSpec, backend: BlockBackend,
     ) -> Gradients:  # fmt: skip
         types, wide = (q.dtype, k.dtype, v.dtype), accumulator(q.dtype)
-        k, v = k.contiguous(), v.contiguous()
         late_dout, late_q, late_out = (rows.back.take(x) for x in (dout, q, out))
         late_lse = rows.back.take(lse.t()).t().contiguous()
         keys_hop = _Hop(self.group, rows, k, v)
@@ -231,7 +229,7 @@ class _Hop:
 
     def __init__(self, group: ProcessGroup, rows: CutRows, *tensors: Tensor) -> None:
         after, before = (dist.get_global_rank(group, (rows.rank + i) % rows.size) for i in (1, -1))
-        self.sent = tensors  # alive until they are sent
+        self.sent = tuple(x.contiguous() for x in tensors)  # alive until they are sent
         self.received = tuple(torch.empty_like(x) for x in tensors)
         ops = [dist.P2POp(dist.isend, x, after, group) for x in self.sent]
         ops += [dist.P2POp(dist.irecv, x, before, group) for x in self.received]
