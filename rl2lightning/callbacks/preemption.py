@@ -12,9 +12,10 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from rl2lightning.types import NonFiniteError
+from rl2lightning.types import NonFiniteError, RolloutError
 
 
 class Preemption(L.Callback):
@@ -38,17 +39,19 @@ class Preemption(L.Callback):
         self._previous: dict[int, Any] = {}
         self._requeue: int | None = None  # SLURM's signal
         self._training = False
+        self._stopping = False  # on every process alike
         self._limit_val_batches: int | float | None = None
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._install(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.received = 0
         self._install(trainer)
         self._training = True
 
     def _install(self, trainer: L.Trainer) -> None:
+        if not self._previous:
+            self.received, self._stopping = 0, False
         # only the main thread may; and not before Lightning has installed its own handlers, which send to the others
         # from within, in the middle of whatever they are doing
         if not self.enabled or self._previous or threading.current_thread() is not threading.main_thread():
@@ -60,36 +63,44 @@ class Preemption(L.Callback):
             self._previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._training:
-            raise SystemExit(128 + number)
         if number == self._requeue:
             self.received = self.received or number
             return
-        if number == signal.SIGINT and self.received in (signal.SIGINT, signal.SIGTERM):
+        if not self._training or (number == signal.SIGINT and self.received in (signal.SIGINT, signal.SIGTERM)):
             raise SystemExit(128 + number)
         self.received = number
         rank_zero_info("\nstopping after this step; press Ctrl-C again to stop at once")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self.enabled:
+        self._stop_if_told(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._training:  # the next step may begin with a long rollout
+            self._stop_if_told(trainer)
+
+    def _stop_if_told(self, trainer: L.Trainer) -> None:
+        if not self.enabled or self._stopping:
             return
         agreed = self.received
         if trainer.world_size > 1:  # host memory: no wait for the device
             agreed = int(trainer.strategy.max_over_processes(torch.tensor(self.received)))  # type: ignore[attr-defined]
         if agreed == self._requeue:
-            self.received = 0
+            if self.received == agreed:  # otherwise one came that is more urgent
+                self.received = 0
             self._previous[agreed](agreed, None)  # Lightning's
             trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
         elif agreed:  # a signal that came while waiting for the others is seen after the next step
             self.received = agreed
             self._save(trainer, f"signal {signal.Signals(self.received).name}")
-            trainer.should_stop = True
+            self._stopping = trainer.should_stop = True
             self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0  # no time to validate
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         self._restore()
         if isinstance(exception, NonFiniteError):  # every process raises it at the same step, so all can save
             self._save(trainer, "non-finite steps")
+        elif isinstance(exception, RolloutError) and trainer.state.fn == TrainerFn.FITTING and trainer.global_step:
+            self._save(trainer, "a rollout that failed")  # every process raises that, too
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._restore()

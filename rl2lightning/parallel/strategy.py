@@ -66,7 +66,8 @@ class FSDP2TPStrategy(ModelParallelStrategy):
             that and parameters ("all").
         cpu_offload: keep parameters, gradients and optimizer state in host memory, fetched block by block: slow, for
             finding out whether a model fits at all.
-        async_checkpoints: write checkpoints while training goes on; a save waits for the one before it.
+        async_checkpoints: write checkpoints while training goes on; a save waits for the one before it, so that of
+            ModelCheckpoint's `save_last` only "link" keeps the training going.
         process_group_backend: None: gloo on the CPU, NCCL (with gloo for host data) on GPUs.
         timeout_seconds: how long a collective waits for a missing process before the run ends with an error.
     """

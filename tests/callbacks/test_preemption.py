@@ -108,11 +108,41 @@ def test_a_signal_ends_the_fit_after_its_step(make_trainer, grpo, prompts, tmp_p
     assert {n: signal.getsignal(n) for n in before} == before
 
 
+def test_a_signal_during_validation_needs_no_further_step(make_trainer, grpo, prompts, tmp_path: Path) -> None:
+    class SendInValidation(L.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"max_steps": 10, "val_check_interval": 3, "num_sanity_val_steps": 0, "limit_val_batches": 1}
+    preemption = Preemption()
+    callbacks = SendInValidation(), preemption, RolloutCallback(rewards=[varied])
+    trainer = make_trainer(*callbacks, **settings)
+    trainer.fit(grpo(), datamodule=prompts(val_ratio=0.1))
+    assert (trainer.global_step, preemption.received) == (3, signal.SIGTERM)
+    meta = torch.load(tmp_path / "checkpoints/interrupted.ckpt/meta.pt", weights_only=True)
+    assert meta["global_step"] == 3
+
+
+def test_a_signal_before_training_ends_the_run_at_once(make_trainer, grpo, prompts, tmp_path: Path) -> None:
+    class SendInSanityCheck(L.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(SendInSanityCheck(), Preemption(), RolloutCallback(rewards=[varied]), limit_val_batches=1)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as raised:
+        trainer.fit(grpo(), datamodule=prompts(val_ratio=0.1))
+    assert raised.value.code == 143
+    assert not (tmp_path / "checkpoints").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_second_ctrl_c_stops_at_once(make_trainer, grpo, prompts, tmp_path: Path) -> None:
     sends = Send(signal.SIGINT, 1), Send(signal.SIGINT, 1)
     trainer = make_trainer(*sends, Preemption(), RolloutCallback(rewards=[varied]), max_steps=10)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as raised:
         trainer.fit(grpo(), datamodule=prompts())
+    assert raised.value.code == 130
     assert trainer.global_step == 1
     assert not (tmp_path / "checkpoints").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -136,6 +136,35 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
             assert torch.equal(ours[name], x), name
 
 
+def test_a_checkpoint_of_the_best_validation_is_no_worse_a_start(tiny_model: str, task: str, tmp_path: Path) -> None:
+    """It is saved when validation ends, not when a step does."""
+
+    class Validations(L.Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, float]] = []
+
+        def on_validation_end(self, trainer, pl_module) -> None:
+            self.seen.append((trainer.global_step, float(trainer.callback_metrics["val/loss"])))
+
+    def fit(name: str, ckpt_path: Path | None = None) -> tuple[Record, list[tuple[int, float]]]:
+        L.seed_everything(1 if ckpt_path is None else 2, verbose=False)
+        module, data, _ = sft(tiny_model, task)
+        record, validations = Record(), Validations()
+        best = ModelCheckpoint(tmp_path / name, "{step}", monitor="val/loss", save_top_k=-1)
+        trainer_for(tmp_path, record, validations, best, num_sanity_val_steps=0).fit(
+            module, datamodule=data, ckpt_path=ckpt_path
+        )
+        return record, validations.seen
+
+    whole, validated = fit("whole")
+    resumed, validated_again = fit("resumed", tmp_path / "whole/step=4.ckpt")
+    assert resumed.steps == whole.steps[4:]
+    assert [step for step, _ in validated] == [2, 4, 6]
+    assert validated_again == validated[2:]
+    for name, x in whole.weights.items():
+        assert torch.equal(resumed.weights[name], x), name
+
+
 def test_the_runs_above_are_about_something(whole_runs) -> None:
     for case in CASES:
         steps = whole_runs(case)[0].steps
