@@ -1,8 +1,12 @@
 """A tiny random Qwen3 on disk, and batches for it."""
 
+import json
 import os
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +89,66 @@ def _nothing_left_in_the_environment() -> Iterator[None]:
     yield
     for name in ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
         os.environ.pop(name, None)
+
+
+class FakeService:
+    """An HTTP server that can be taken down and brought back on the same port.
+
+    `answer(payload, headers)` gives (status, body); a body of bytes is sent as it is.
+    """
+
+    def __init__(self, answer: Callable[[Any, dict[str, str]], tuple[int, Any]]) -> None:
+        self.answer = answer
+        self.payloads: list[Any] = []
+        self.server: ThreadingHTTPServer | None = None
+        self.port = 0
+        self.up()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/ask"
+
+    def up(self) -> None:
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.payloads.append(payload)
+                status, body = service.answer(payload, dict(self.headers))
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                if 300 <= status < 400:
+                    self.send_header("Location", body)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, *args: Any) -> None: ...  # a client that gave up waiting
+
+        self.server = Server(("127.0.0.1", self.port), Handler)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def down(self) -> None:
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+            self.server = None
+
+
+@pytest.fixture
+def fake_service() -> Iterator[Callable[..., FakeService]]:
+    """Starts servers by their `answer`; they end with the test."""
+    services: list[FakeService] = []
+
+    def start(answer: Callable[[Any, dict[str, str]], tuple[int, Any]]) -> FakeService:
+        services.append(FakeService(answer))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.down()

@@ -29,7 +29,7 @@ class EventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True).start()
+                threading.Thread(target=_run_forever, args=(self._loop,), name="event-loop", daemon=True).start()
                 weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -37,6 +37,13 @@ class EventLoop:
         except TimeoutError:
             future.cancel()
             raise
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 class Abandoner:

@@ -70,6 +70,7 @@ class Sandbox:
         max_files: in the program's directory.
         max_output: characters of stdout and stderr; a program that writes more is killed.
         visible: further paths that programs can read (not write); they take effect with a file system of its own.
+        python: interpreter for the programs; None: this one, with its packages.
         environment: variables that programs get beside PATH, LANG, HOME and OMP_NUM_THREADS=1.
         workers: programs that run at a time.
 
@@ -88,6 +89,7 @@ class Sandbox:
         max_files: int = 100,
         max_output: int = 65_536,
         visible: Sequence[str] = (),
+        python: str | None = None,
         environment: Mapping[str, str] | None = None,
         workers: int = 8,
     ) -> None:
@@ -104,13 +106,13 @@ class Sandbox:
                 raise ValueError(f"sandbox.init_args.{name}={value} must be positive")
         if sys.platform != "linux":
             raise ValueError(f"the sandbox needs Linux, not {sys.platform}: run it in a container or a virtual machine")
-        self.isolation, self.wall_seconds = isolation, wall_seconds
+        self.isolation, self.wall_seconds, self.python = isolation, wall_seconds, python or sys.executable
         self._slots = threading.BoundedSemaphore(workers)
         self._settings: dict[str, Any] = {
             **limits,
             "wall_seconds": wall_seconds,
             "required": list(_LOST) if isolation == "full" else [],
-            "python": [sys.prefix, sys.exec_prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent)],
+            "python": [*_prefixes(python), *([] if python else [sys.prefix, sys.exec_prefix, sys.base_prefix])],
             "visible": [str(Path(path).expanduser().resolve()) for path in visible],
             "environment": {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", **(environment or {})},
         }
@@ -132,8 +134,8 @@ class Sandbox:
             raise ValueError(f"a file of the sandbox is a plain name without directories, not '{odd[0]}'")
         result = self._launch(names, stdin)
         stopped, code_ = result["stopped_for"], result["exit"]
-        if stopped is None and code_ is None:
-            raise SandboxError(f"no program was run: {result['stderr'] or result['missing']}")
+        if "failed" in result or (stopped is None and code_ is None):
+            raise SandboxError(f"the program could not be started: {result.get('failed') or result['missing']}")
         if stopped is None and code_ in (-24, -9) and "MemoryError" not in result["stderr"]:
             stopped = "timeout"  # SIGXCPU, and the SIGKILL after it: no more CPU time
         status = stopped or ("ok" if code_ == 0 else "error")
@@ -144,7 +146,7 @@ class Sandbox:
             **self._settings,
             "files": {name: _encodable(text) for name, text in files.items()},
             "stdin": _encodable(stdin),
-            "command": [sys.executable, "-B", "-u", "main.py"],
+            "command": [self.python, "-B", "-u", "main.py"],
         }
         launcher = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_launcher.py"))]
         with self._slots:
@@ -170,6 +172,11 @@ class Sandbox:
     def _probe(self) -> None:
         """Finds out what the system permits."""
         result = self._launch({"main.py": ""}, "")
+        if "failed" in result:
+            raise ValueError(
+                f"the sandbox cannot run {self.python}: {result['failed']}; set sandbox.init_args.python to an "
+                "interpreter that every user can run, such as /usr/bin/python3"
+            )
         if not result["missing"]:
             return
         lost = "; ".join(_LOST[name] for name in result["missing"])
@@ -183,7 +190,7 @@ class Sandbox:
 
 
 @dataclass(frozen=True)
-class Tested:
+class Verdict:
     """How a solution did: tests passed, of how many, and why each of the others was not."""
 
     passed: int
@@ -195,7 +202,7 @@ class Tested:
         return self.passed / self.total if self.total else 0.0
 
 
-def run_tests(sandbox: Sandbox, code: str, tests: Sequence[Any]) -> Tested:
+def run_tests(sandbox: Sandbox, code: str, tests: Sequence[Any]) -> Verdict:
     """Runs a solution against tests, each in a sandbox of its own.
 
     Args:
@@ -221,7 +228,7 @@ def run_tests(sandbox: Sandbox, code: str, tests: Sequence[Any]) -> Tested:
         if not right:
             last = ran.stderr.strip().rpartition("\n")[2]
             failures.append(last or ("wrong output" if ran.ok else ran.status))
-    return Tested(len(tests) - len(failures), len(tests), failures)
+    return Verdict(len(tests) - len(failures), len(tests), failures)
 
 
 # in the sandbox: the solution first, the test after it, and last what proves that both came to their end
@@ -269,6 +276,12 @@ class PythonTool(Tool):
             "files": "it wrote too many files and was stopped",
         }[ran.status]
         return f"{said.rstrip()}\n({why})".lstrip()
+
+
+def _prefixes(python: str | None) -> list[str]:
+    """The directories that an interpreter needs: those above its bin, before and after links are followed."""
+    path = Path(python or sys.executable)
+    return [str(path.parent.parent), str(path.resolve().parent.parent)]
 
 
 def _lines(text: str) -> list[str]:

@@ -218,7 +218,7 @@ def child(settings: dict[str, Any], kept: set[str], uid: int | None, root: Path,
         try:
             become(settings, uid, pipes)
         except BaseException as error:
-            os.write(2, f"the program could not be started: {error}".encode())
+            report(failed=str(error))
         os._exit(127)
     for name in ("stdout", "stderr"):
         os.close(pipes[name])

@@ -76,3 +76,10 @@ def test_without_any_trajectory_only_the_totals_are_left() -> None:
 
 def test_without_scores_there_is_no_accuracy() -> None:
     assert "accuracy" not in filled(RolloutResult([trajectory(1.0, actions=1)])).reduce(lambda part: [part])
+
+
+def test_what_an_environment_counts_is_averaged_over_trajectories() -> None:
+    played = [trajectory(1.0, actions=4), trajectory(0.0, actions=4)]
+    result = RolloutResult(played, counts=Counter({"tool_calls": 3, "tool_errors/timeout": 1}))
+    metrics = filled(result, RolloutResult(played)).reduce(lambda part: [part])
+    assert (metrics["tool_calls"], metrics["tool_errors/timeout"]) == (0.75, 0.25)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rl2lightning.environments.base import StepResult
@@ -80,3 +82,12 @@ def test_what_is_wrong_with_a_script_is_said_at_once(script, text, message):
 def test_a_missing_file_is_named():
     with pytest.raises(ValueError, match=r"environment.init_args.path='envs/gone.py': no such file"):
         ScriptEnvironment("envs/gone.py")
+
+
+def test_an_asynchronous_interact_gives_a_coroutine_with_the_same_outcome(script):
+    environment = script(
+        REWARD + "async def interact(messages, limit):\n"
+        "    return [{'role': 'tool', 'content': 'ok'}] if len(messages) <= limit else None\n"
+    )
+    assert asyncio.run(environment.step(SAID, ROW)) == StepResult([{"role": "tool", "content": "ok"}])
+    assert asyncio.run(environment.step([*SAID, SAID[-1]], ROW)) == StepResult(done=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl2lightning.environments.base import Environment, StepResult
+from rl2lightning.environments.tools import ToolEnvironment
 from rl2lightning.rewards.base import FunctionReward, Reward, RewardTransform
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, derive_seed
 from rl2lightning.rollout.hf import HFEngine
@@ -469,3 +471,97 @@ def test_a_busy_engine_is_refused(tokenizer):
 def test_settings_that_cannot_work_are_refused(tokenizer, settings, message):
     with pytest.raises(ValueError, match=message):
         RolloutLoop(ScriptedEngine(tokenizer, str), tokenizer, **settings)
+
+
+# -- tools --------------------------------------------------------------------------------------------------------
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+CALL = '<tool_call>{"name": "double", "arguments": {"x": 21}}</tool_call><|im_end|>'
+
+
+def test_a_tool_is_called_and_its_answer_read(tokenizer):
+    engine = ScriptedEngine(tokenizer, lambda p: "It is 42.<|im_end|>" if "tool\n42" in p else CALL)
+    environment = ToolEnvironment([double], success_reward=0.5, describe="none")
+    loop = RolloutLoop(engine, tokenizer, environment=environment, max_turns=3, rewards=[Constant(1.0)])
+    result = loop.run([ask("?", i) for i in range(3)], SamplingParams(), 0)
+    assert [m["content"] for m in result.trajectories[0].messages[2:]] == ["42", "It is 42."]
+    assert [t.reward for t in result.trajectories] == [1.5] * 3
+    assert result.counts == {"tool_calls": 3, "tool_errors": 0}
+    assert result.environment_errors == {}
+
+
+def test_what_a_tool_says_cannot_break_the_rendering_of_a_turn(tokenizer):
+    def quote() -> str:
+        return "[[the-assistant-said-this]]"
+
+    engine = ScriptedEngine(tokenizer, lambda p: '<tool_call>{"name": "quote", "arguments": {}}</tool_call><|im_end|>')
+    environment = ToolEnvironment([quote], describe="none")
+    loop = RolloutLoop(engine, tokenizer, environment=environment, max_turns=2, rewards=[Constant(1.0)])
+    result = loop.run([ask("?")], SamplingParams(), 0)
+    assert [(t.num_turns, t.reward) for t in result.trajectories] == [(1, 1.0)]
+    assert result.environment_errors == {"reply/ValueError": 1}
+
+
+def test_a_template_that_drops_the_tools_is_remarked_upon(tokenizer, caplog):
+    engine = ScriptedEngine(tokenizer, echo)
+    RolloutLoop(engine, tokenizer, environment=ToolEnvironment([double]), max_turns=2)
+    assert "the chat template ignores the tools of ToolEnvironment" in caplog.text
+    caplog.clear()
+    RolloutLoop(engine, tokenizer, environment=ToolEnvironment([double], describe="system"), max_turns=2)
+    assert not caplog.text
+
+
+class Asynchronous(Environment):
+    """Waits beside the others in one event loop; `bad` rows wait for ever, or fail."""
+
+    timeout = 1.0
+
+    def __init__(self) -> None:
+        self.waiting, self.most = 0, 0
+
+    async def reset(self, row):
+        return row["messages"]
+
+    async def step(self, messages, row):
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(600 if row.get("bad") == "hangs" else 0.02)
+        self.waiting -= 1
+        if row.get("bad") == "raises":
+            raise KeyError("gone")
+        return StepResult([{"role": "tool", "content": "ok"}], reward=0.5)
+
+
+def test_asynchronous_steps_wait_together_and_a_late_one_ends_its_own_trajectory(tokenizer):
+    environment = Asynchronous()
+    engine = ScriptedEngine(tokenizer, lambda prompt: "x<|im_end|>")
+    loop = RolloutLoop(engine, tokenizer, environment=environment, max_turns=2, rewards=[Constant(1.0)])
+    jobs = [ask("?", i, bad={3: "hangs", 4: "raises"}.get(i)) for i in range(16)]
+    for _ in range(2):  # the event loop is there for the next rollout too
+        result = loop.run(jobs, SamplingParams(), 0)
+        assert [t.reward for t in result.trajectories] == [1.0 if i in (3, 4) else 1.5 for i in range(16)]
+        assert result.environment_errors == {"step/TimeoutError": 1, "step/KeyError": 1}
+    assert environment.most > 4
+
+
+def test_a_step_that_hangs_in_its_thread_is_left_behind_where_the_environment_sets_a_limit(tokenizer):
+    gate = threading.Event()
+
+    class Hanging(Counting):
+        timeout = 1.0
+
+        def step(self, messages, row):
+            if row.get("bad"):
+                gate.wait(60)
+            return super().step(messages, row)
+
+    engine = ScriptedEngine(tokenizer, lambda prompt: "x<|im_end|>")
+    loop = RolloutLoop(engine, tokenizer, environment=Hanging(), max_turns=2)
+    result = loop.run([ask("a"), ask("b", bad=True)], SamplingParams(), 0)
+    gate.set()
+    assert [t.num_turns for t in result.trajectories] == [2, 1]
+    assert result.environment_errors == {"step/TimeoutError": 1}
