@@ -253,7 +253,9 @@ def save_pretrained(
         auto, config = _scalar_class(config), scalar_config(config)
     with meta_parameters():
         shell = auto.from_config(config, dtype=next(iter(state.values())).dtype)
-    shell.save_pretrained(directory, state_dict=state)
+    # checkpoints have tied weights under both their names, files under one
+    doubles = set(shell.state_dict()) - {name for name, _ in shell.named_parameters()}
+    shell.save_pretrained(directory, state_dict={name: x for name, x in state.items() if name not in doubles})
     for file in Path(directory).glob("*.safetensors"):  # safetensors writes them for their owner alone
         shutil.copymode(Path(directory) / "config.json", file)
     if tokenizer is not None:

@@ -22,6 +22,7 @@ from rl2lightning.algorithms.base import LossLevel, OptimizerConfig
 from rl2lightning.functional.losses import sft_loss
 from rl2lightning.models.attention import keep_attention
 from rl2lightning.models.build import decoder_blocks, full_weights, init_weights, load_config
+from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.parallel.ring.attention import TransportName
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.policy_losses import GSPO, PPOClip
@@ -164,6 +165,12 @@ SCALAR_KINDS = {
 HEAD_SEED = 5
 
 
+def new_head() -> torch.Tensor:
+    """What a scalar head drawn with that seed has to be, on any mesh."""
+    generator = torch.Generator().manual_seed(HEAD_SEED)
+    return COMMON["initializer_range"] * torch.randn(1, COMMON["hidden_size"], generator=generator)
+
+
 def batch() -> Sequences:
     """Random tokens, the last half of each sequence actions; an advantage for each sequence."""
     g = torch.Generator().manual_seed(0)
@@ -249,8 +256,7 @@ def write_reference(family: str, directory: Path, dtype: torch.dtype = torch.flo
     for name, kind in KINDS.items():
         same = Kind(kind.loss, kind.level)  # checkpointing and micro-batches are nothing to the reference
         computed[same] = steps[name] = computed.get(same) or plain_step(model, seqs, same)
-    generator = torch.Generator().manual_seed(HEAD_SEED)
-    head = (COMMON["initializer_range"] * torch.randn(1, COMMON["hidden_size"], generator=generator)).to(dtype)
+    head = new_head().to(dtype)
     for name, kind in SCALAR_KINDS.items():
         steps[name] = plain_scalar_step(model, head.requires_grad_(), seqs, kind)
     torch.save({"batch": vars(seqs), "steps": steps}, directory / "reference.pt")
@@ -401,15 +407,39 @@ def check_weights(lm: Any, directory: Path) -> dict[str, Any]:
     }
 
 
+class Save(L.Callback):
+    """A checkpoint at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def not_as_saved(path: Path, directory: Path) -> list[str]:
+    """Which weights of a checkpoint, read by one process alone, are not those that training never changed."""
+    stored = load_file(directory / "model.safetensors")
+    stored["score.weight"] = new_head()
+    saved = load_full_weights(path, "policy.lm.")
+    # tied weights are there under both their names
+    expected = {name: stored.get(name, stored["model.embed_tokens.weight"]) for name in saved}
+    odd = set(saved) - set(stored) - {"lm_head.weight"}
+    return sorted(odd | {name for name, x in saved.items() if not torch.equal(x, expected[name])})
+
+
 def run_family(mesh: Mesh, directory: Path) -> dict[str, Any]:
     """Outcomes of one family on one mesh."""
     reference = torch.load(directory / "reference.pt", weights_only=True)
     seqs, outcomes = Sequences(**reference["batch"]), {}
     for kind in (Parity, ScalarParity) if directory.name in SCALAR_FAMILIES else (Parity,):
         module = kind(directory, seqs)
-        compare = Compare(reference["steps"], list(module.kinds))
-        mesh.trainer(compare, steps=len(module.kinds)).fit(module, datamodule=Steps(len(module.kinds)))
+        compare, saved = Compare(reference["steps"], list(module.kinds)), directory / f"{kind.__name__}.ckpt"
+        callbacks = [compare, Save(saved)] if directory.name in SCALAR_FAMILIES else [compare]
+        mesh.trainer(*callbacks, steps=len(module.kinds)).fit(module, datamodule=Steps(len(module.kinds)))
         outcomes |= compare.outcomes
+        if directory.name in SCALAR_FAMILIES and torch.distributed.get_rank() == 0:
+            outcomes[f"{kind.__name__}_not_as_saved"] = not_as_saved(saved, directory)
         if kind is Parity:
             assert module.policy is not None
             outcomes["weights"] = check_weights(module.policy.lm, directory)

@@ -36,6 +36,7 @@ STEPS += [
     for kind in cases.SCALAR_KINDS
     if run.rpartition("-")[2] in cases.SCALAR_FAMILIES
 ]
+SAVED = [(world, run) for world, run in RUNS if run.rpartition("-")[2] in cases.SCALAR_FAMILIES]
 
 
 @pytest.fixture(scope="session")
@@ -107,3 +108,11 @@ def test_weights_are_those_of_the_file_or_of_one_draw_bit_for_bit(outcomes: Outc
     parts = mesh.shard * mesh.context * mesh.tensor
     # uneven cuts and, under tensor parallelism, norms and keys of too few heads are in more places than one
     assert outcome["share"] < 1.35 / parts
+
+
+@pytest.mark.parametrize("model", ["Parity", "ScalarParity"])
+@pytest.mark.parametrize(("world", "run"), SAVED)
+def test_one_process_reads_a_checkpoint_of_any_mesh_bit_for_bit(
+    outcomes: Outcomes, world: int, run: str, model: str
+) -> None:
+    assert outcomes[world][run][f"{model}_not_as_saved"] == []

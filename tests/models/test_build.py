@@ -232,6 +232,15 @@ def test_full_weights_are_cast(tiny_model: str) -> None:
         assert torch.equal(x, masters[name].bfloat16())
 
 
+def test_tied_weights_of_a_checkpoint_are_written_once(tiny_model: str, tmp_path: Path) -> None:
+    lm = filled(tiny_model)
+    state = {name: x.detach() for name, x in lm.state_dict().items()}  # under both their names
+    assert "lm_head.weight" in state
+    save_pretrained(load_config(tiny_model), state, str(tmp_path))
+    assert set(load_file(tmp_path / "model.safetensors")) == set(dict(lm.named_parameters()))
+    assert "lm_head.weight" in state  # what was given stays whole
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_model_has_the_same_logits(make_model, tmp_path: Path, tied: bool) -> None:
     directory = make_model(tie_word_embeddings=tied)
