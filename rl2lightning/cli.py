@@ -27,7 +27,7 @@ from rl2lightning.compat import find_last_checkpoint_with, take_paths_as_they_ar
 from rl2lightning.export import export
 from rl2lightning.parallel.checkpoint import CheckpointError, newest
 from rl2lightning.suggest import shorten, suggest
-from rl2lightning.types import NonFiniteError
+from rl2lightning.types import NonFiniteError, RolloutError
 
 _ALWAYS = (Throughput, Samples, Preemption)  # callbacks every run has; give one of your own to set it up otherwise
 
@@ -241,7 +241,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line; an error of the user's is one sentence, not a traceback."""
     try:
         CLI(args=args)
-    except (ValueError, NonFiniteError, CheckpointError) as error:
+    except (ValueError, NonFiniteError, RolloutError, CheckpointError) as error:
         if os.environ.get("RL2LIGHTNING_TRACEBACK"):
             raise
         sys.exit(f"rl2lightning: error: {shorten(str(error))}\n(RL2LIGHTNING_TRACEBACK=1 shows where it was raised)")

@@ -12,16 +12,20 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from rl2lightning.callbacks import logp_check
+from rl2lightning.callbacks.generation import Generators
+from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.rollout_metrics import RolloutMetrics
 from rl2lightning.data.chat import load_tokenizer, stop_token_ids
 from rl2lightning.environments.base import Environment
 from rl2lightning.environments.script import ScriptEnvironment
 from rl2lightning.rewards.base import FunctionReward, Reward, RewardTransform
+from rl2lightning.rollout.auto import default_engine
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
 from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop, RolloutResult
 from rl2lightning.seeding import run_seed
-from rl2lightning.types import ChatBatch, PromptBatch, SamplingParams, Sequences, Trajectory
+from rl2lightning.types import ChatBatch, PromptBatch, RolloutError, SamplingParams, Sequences, Trajectory
 
 
 class RolloutCallback(L.Callback):
@@ -31,7 +35,7 @@ class RolloutCallback(L.Callback):
     worth learning from) or `push` (when the engine gets new weights).
 
     Args:
-        engine: what generates; None: the embedded Hugging Face engine.
+        engine: what generates; auto: vLLM where it is installed, else the embedded Hugging Face engine.
         environment: an Environment, or the path of a Python file with `reward_fn` and, for several turns, `interact`.
         rewards: named, weighted rewards, or plain functions; the environment's own (a file's `reward_fn`) come after
             them. The first one decides accuracy.
@@ -46,12 +50,14 @@ class RolloutCallback(L.Callback):
         apply_chat_template: false: the contents of the messages are concatenated (base models); None: as the data
             module does.
         tool_workers: environment steps and rewards that run at a time.
+        check_logps: when to compare log-probs of some sampled tokens with the trainer's, and stop if they differ by
+            more than rounding: after the first push, before every rollout, or never.
         seed: of the sampling, with the prompt, the sample and the turn; None: that of the run (`seed_everything`).
     """
 
     def __init__(
         self,
-        engine: RolloutEngine | None = None,
+        engine: RolloutEngine | Literal["auto"] = "auto",
         environment: Environment | str | None = None,
         rewards: list[Reward] | list[Callable[..., float]] | None = None,
         transform: RewardTransform | None = None,
@@ -64,9 +70,11 @@ class RolloutCallback(L.Callback):
         on_environment_error: Literal["error", "end"] = "end",
         apply_chat_template: bool | None = None,
         tool_workers: int = 32,
+        check_logps: Literal["first", "always", "never"] = "first",
         seed: int | None = None,
     ) -> None:
-        self.engine = HFEngine() if engine is None else engine
+        self._choose = not isinstance(engine, RolloutEngine)
+        self.engine = engine if isinstance(engine, RolloutEngine) else HFEngine()  # chosen in `setup`, by the device
         self.environment = ScriptEnvironment(environment) if isinstance(environment, str) else environment
         self.rewards = [r if isinstance(r, Reward) else FunctionReward(r) for r in rewards or ()]
         self.transform = transform
@@ -80,9 +88,13 @@ class RolloutCallback(L.Callback):
         self.apply_chat_template = apply_chat_template
         self.tool_workers = tool_workers
         self.seed = run_seed() if seed is None else seed
-        self.loop: RolloutLoop | None = None  # on the one process of each replica that generates
-        self.version: int | None = None  # optimizer step of the weights that the engine has
+        self.check_logps = check_logps
+        self.loop: RolloutLoop | None = None
+        self._generators: Generators | None = None
         self._strategy: Any = None
+        self._trainer: Any = None
+        self._check_due = check_logps != "never"
+        self._data_position: dict[str, Any] | None = None  # before the batch in hand
         self._evaluation = RolloutMetrics(success_threshold)
         self._predictions: list[dict[str, Any]] = []
 
@@ -98,22 +110,26 @@ class RolloutCallback(L.Callback):
         if self._strategy is not None:
             return
         self._strategy = strategy = pl_module.strategy  # which says so if it is not ours
+        self._trainer = trainer
+        if self._choose:
+            self.engine, why = default_engine(strategy.root_device.type)
+            rank_zero_info(why)
         tokenizer = load_tokenizer(pl_module.tokenizer_path)
         from_data = getattr(trainer.datamodule, "apply_chat_template", True)  # type: ignore[attr-defined]
         chat = from_data if self.apply_chat_template is None else self.apply_chat_template
         pl_module.check_turns(self.max_turns)
-        self.version = None
-        model_path = pl_module.local_model_path()  # collective, the first time
-        if not strategy.is_first_of_replica:
-            return
+        self._check_due = self.check_logps != "never"
+        self._generators = Generators(self.engine, strategy.meshes.replica.size())
         self.engine.start(
             EngineSpec(
-                model_path=model_path,
+                model_path=pl_module.local_model_path(),
                 device=strategy.root_device,
                 dtype=strategy.compute_dtype,
-                stop_token_ids=stop_token_ids(tokenizer, model_path, apply_chat_template=chat),
+                stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path(), apply_chat_template=chat),
+                tokenizer=tokenizer,
             )
         )
+        self.engine.sleep()  # the model that is trained comes next, and has the device to itself
         self.loop = RolloutLoop(
             self.engine,
             tokenizer,
@@ -128,10 +144,12 @@ class RolloutCallback(L.Callback):
         )
 
     def _close(self) -> None:
-        self._strategy = None
-        if self.loop is not None:
-            self.loop = None
+        self._strategy = self._trainer = None
+        generators, self._generators = self._generators, None
+        self.loop = None
+        if generators is not None:
             self.engine.shutdown()
+            generators.close()
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self._close()
@@ -143,30 +161,27 @@ class RolloutCallback(L.Callback):
 
     def push(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Hands the engine the policy's weights unless it has those of this optimizer step; all processes take part."""
-        if self.version == trainer.global_step:
-            return
-        weights = pl_module.policy_weights()
-        if self.loop is not None:
-            self.engine.update_weights(weights, trainer.global_step)
-        else:
-            for _ in weights:  # gathered by all, kept by those that generate
-                pass
-        self.version = trainer.global_step
+        if self.engine.version != trainer.global_step:
+            self.engine.update_weights(pl_module.policy_weights(), trainer.global_step)
 
     def play(self, jobs: list[Job], sampling: SamplingParams) -> RolloutResult:
-        """Runs trajectories through engine, environment and rewards: once per replica, whose processes share them."""
-        loop, seed = self.loop, self.seed
-        return self._strategy.from_first_of_replica(lambda: loop.run(jobs, sampling, seed=seed))  # type: ignore[union-attr]
+        """Runs this replica's trajectories through engines, environment and rewards; all its processes get them."""
+        loop, generators, bar = self.loop, self._generators, self._trainer.progress_bar_callback
+        assert loop is not None and generators is not None
+        progress = bar.generation if isinstance(bar, StepProgressBar) else None
+        try:
+            return generators.play(jobs, lambda share: loop.run(share, sampling, self.seed, progress=progress))
+        finally:
+            if progress is not None:
+                bar.generation_ended()
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """The engine's part of the device, as long as it generates."""
         with self._strategy.offloaded():
-            if self.loop is not None:
-                self.engine.wake()
+            self.engine.wake()
             yield
-            if self.loop is not None:
-                self.engine.sleep()
+            self.engine.sleep()
 
     def collect(
         self, trainer: L.Trainer, pl_module: Any, rows: list[dict], indices: list[int], metrics: RolloutMetrics
@@ -187,12 +202,19 @@ class RolloutCallback(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not isinstance(batch, PromptBatch) or not batch.first_of_rollout:
             return
-        self.push(trainer, pl_module)
         metrics = RolloutMetrics(self.success_threshold)
-        with self._awake():
-            trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
-            if self.dynamic_sampling:
-                trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
+        try:
+            self.push(trainer, pl_module)
+            with self._awake():
+                trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
+                if self.dynamic_sampling:
+                    trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
+                probe = self._probe(trajectories)
+            self._compare(pl_module, probe)
+        except RolloutError:
+            if self._data_position is not None:  # a checkpoint of this state goes on with this very rollout
+                trainer.datamodule.load_state_dict(self._data_position)  # type: ignore[attr-defined]
+            raise
         batch.trajectories, batch.rolled_out = trajectories, True
         if trajectories:
             batch.rollout = Sequences.from_trajectories(trajectories, temperature=pl_module.sampling.temperature)
@@ -201,8 +223,26 @@ class RolloutCallback(L.Callback):
         pl_module.log_dict({f"rollout/{name}": x for name, x in logged.items()}, batch_size=1)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._note_position(trainer)
         if isinstance(batch, PromptBatch) and self.push_when == "every_step":
             self.push(trainer, pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._note_position(trainer)
+
+    def _note_position(self, trainer: L.Trainer) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self._data_position = None if data is None else data.state_dict()
+
+    # ---- are engine and trainer one model?
+
+    def _probe(self, trajectories: list[Trajectory]) -> Sequences | None:
+        return logp_check.probe(self.engine, trajectories) if self._check_due else None
+
+    def _compare(self, pl_module: Any, probe: Sequences | None) -> None:
+        if probe is not None:
+            logp_check.compare(pl_module, probe)
+            self._check_due = self.check_logps == "always"
 
     def _refill(
         self,
@@ -249,10 +289,13 @@ class RolloutCallback(L.Callback):
         if not isinstance(batch, (PromptBatch, ChatBatch)):
             return
         self.push(trainer, pl_module)
-        indices = batch.indices if isinstance(batch, PromptBatch) else list(range(len(batch.rows)))
+        rank, size = pl_module.strategy.data_rank, pl_module.strategy.data_size
+        indices = batch.indices if isinstance(batch, PromptBatch) else [rank + size * i for i in range(len(batch.rows))]
         jobs = [Job(row, group_id=i, sample_id=0) for row, i in zip(batch.rows, indices, strict=True)]
         with self._awake():
             result = self.play(jobs, pl_module.eval_sampling)
+            probe = self._probe(result.trajectories)
+        self._compare(pl_module, probe)
         batch.trajectories = result.trajectories
         if isinstance(batch, PromptBatch):
             batch.rolled_out = True

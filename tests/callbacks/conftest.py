@@ -5,7 +5,7 @@ import lightning as L
 import pytest
 
 from rl2lightning import GRPO, FSDP2TPStrategy, HFEngine, OptimizerConfig, PromptDataModule
-from rl2lightning.types import SamplingParams
+from rl2lightning.types import Completion, SamplingParams
 
 
 class WatchedEngine(HFEngine):
@@ -14,6 +14,7 @@ class WatchedEngine(HFEngine):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
+        self.fails_at = 0  # `step` of this rollout, counted from 1; 0: never
 
     def start(self, spec) -> None:
         self.events.append("start")
@@ -26,6 +27,11 @@ class WatchedEngine(HFEngine):
     def wake(self) -> None:
         self.events.append("wake")
         super().wake()
+
+    def step(self) -> list[Completion]:
+        if self.fails_at and self.events.count("wake") == self.fails_at:
+            raise OSError("the device fell off")
+        return super().step()
 
     def sleep(self) -> None:
         self.events.append("sleep")

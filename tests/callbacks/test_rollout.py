@@ -8,9 +8,10 @@ from pathlib import Path
 import lightning as L
 import pytest
 
-from rl2lightning import SFT, ChatDataModule, RolloutCallback
+from rl2lightning import SFT, ChatDataModule, HFEngine, RolloutCallback
+from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.rewards import ExactMatch, FunctionReward, LengthPenalty
-from rl2lightning.types import SamplingParams, Trajectory
+from rl2lightning.types import RolloutError, SamplingParams, Trajectory
 
 
 def digits(messages) -> float:
@@ -56,7 +57,7 @@ def test_weights_are_pushed_when_asked_for_and_before_every_generation(
     batches = Batches()
     rollouts = RolloutCallback(engine, rewards=[digits], push=push)
     make_trainer(rollouts, batches, max_steps=4).fit(grpo(updates_per_rollout=2), datamodule=prompts())
-    assert engine.events == ["start", *expected, "shutdown"]
+    assert engine.events == ["start", "sleep", *expected, "shutdown"]
     versions = [{t.weight_version for t in trajectories} for trajectories in batches.trajectories]
     assert versions == [{0}, set(), {2}, set()]
 
@@ -73,7 +74,7 @@ def test_a_second_fit_starts_the_engine_again(engine, make_trainer, grpo, prompt
     rollouts = RolloutCallback(engine, rewards=[digits], push="before_generation")
     for _ in range(2):
         make_trainer(rollouts).fit(grpo(), datamodule=prompts())
-    assert engine.events == ["start", "push 0", "wake", "sleep", "shutdown"] * 2
+    assert engine.events == ["start", "sleep", "push 0", "wake", "sleep", "shutdown"] * 2
 
 
 @pytest.mark.parametrize("error", [ValueError("of ours"), KeyboardInterrupt()])
@@ -90,9 +91,50 @@ def test_the_engine_is_shut_down_when_training_fails(engine, make_trainer, grpo,
 
 
 def test_the_engine_is_shut_down_when_generating_fails(engine, make_trainer, grpo, prompts) -> None:
-    with pytest.raises(ValueError, match=r"reward 'broken' raised RuntimeError: no grader .*on_reward_error to zero"):
+    with pytest.raises(
+        RolloutError, match=r"^reward 'broken' raised RuntimeError: no grader .*on_reward_error to zero"
+    ):
         make_trainer(RolloutCallback(engine, rewards=[broken])).fit(grpo(), datamodule=prompts())
     assert engine.events[-1] == "shutdown"
+
+
+def test_a_failing_engine_leaves_a_checkpoint_that_goes_on_with_the_same_rollout(
+    engine, make_trainer, grpo, prompts, tmp_path
+) -> None:
+    def versions_and_prompts(*callbacks, **settings):
+        batches = Batches()
+        trainer = make_trainer(*callbacks, batches, Preemption(), max_steps=4)
+        trainer.fit(grpo(updates_per_rollout=2, **settings), datamodule=prompts(), ckpt_path=checkpoint)
+        return [[(t.group_id, t.token_ids) for t in batch] for batch in batches.trajectories]
+
+    checkpoint = None
+    whole = versions_and_prompts(RolloutCallback(rewards=[digits], engine=HFEngine()))
+    engine.fails_at = 2
+    with pytest.raises(RolloutError, match="OSError: the device fell off"):
+        versions_and_prompts(RolloutCallback(rewards=[digits], engine=engine))
+    (checkpoint,) = tmp_path.rglob("interrupted.ckpt")
+    resumed = versions_and_prompts(RolloutCallback(rewards=[digits], engine=HFEngine()))
+    assert [len(batch) for batch in whole] == [16, 0, 16, 0]
+    assert resumed == whole[2:]
+
+
+@pytest.mark.parametrize("check_logps", ["first", "always", "never"])
+def test_an_engine_that_computes_another_model_ends_the_run(make_trainer, grpo, prompts, check_logps) -> None:
+    class Stale(HFEngine):
+        """Misses a weight of every push but the first."""
+
+        def update_weights(self, weights, version: int) -> None:
+            if version and check_logps == "always" or not version and check_logps == "first":
+                weights = [(name, w if "layers.1" in name else w * 0.5) for name, w in weights]
+            super().update_weights(weights, version)
+
+    trainer = make_trainer(RolloutCallback(Stale(), rewards=[digits], check_logps=check_logps), max_steps=3)
+    if check_logps == "never":
+        trainer.fit(grpo(), datamodule=prompts())
+        return
+    with pytest.raises(RolloutError, match=r"log-probs differ from the trainer's by .* 0\.001 is what float32"):
+        trainer.fit(grpo(), datamodule=prompts())
+    assert trainer.global_step == (0 if check_logps == "first" else 1)
 
 
 # ---- rewards

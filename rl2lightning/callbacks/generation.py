@@ -1,0 +1,112 @@
+"""Rollouts over processes: engines get their share of the jobs, replicas of the policy what became of theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch.distributed as dist
+
+from rl2lightning.rollout.engine import RolloutEngine
+from rl2lightning.rollout.loop import Job, RolloutResult
+from rl2lightning.types import RolloutError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an engine's share was not played."""
+
+    message: str
+
+
+class Generators:
+    """Deals jobs to engines, and results back.
+
+    An engine has `engine.tensor` consecutive processes, a replica of the policy `replica_size`. The larger of the two
+    is a unit: within it the replicas' jobs are put together and dealt to its engines, whole groups to one.
+
+    Example: with 2 processes a replica and engines of one, each of the two plays half of the replica's groups. With 2
+    processes an engine and replicas of one, the engine plays the groups of two replicas.
+
+    Every process of the run makes one, at the same point.
+    """
+
+    def __init__(self, engine: RolloutEngine, replica_size: int) -> None:
+        self.engine, self.replica_size = engine, replica_size
+        rank, world, tensor = dist.get_rank(), dist.get_world_size(), engine.tensor
+        unit = max(tensor, replica_size)
+        if world % unit or unit % tensor or unit % replica_size:
+            raise ValueError(
+                f"engine.init_args.tensor={tensor} does not fit {world} processes in replicas of {replica_size} "
+                "(context * tensor of the strategy): one of the two has to divide the other, and both the processes"
+            )
+        self.group: Any = None
+        if unit > 1:
+            self.group, _ = dist.new_subgroups(unit, backend="gloo")
+        self.num_engines = unit // tensor
+        self.engine_index, self.replica_index = rank % unit // tensor, rank % unit // replica_size
+
+    def close(self) -> None:
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def play(self, jobs: list[Job], run: Callable[[list[Job]], RolloutResult]) -> RolloutResult:
+        """The result of this replica's jobs, on all of its processes.
+
+        Args:
+            run: plays jobs on this process's engine; called where that is led.
+
+        Raises:
+            RolloutError: the run failed on some engine; on all processes of the run.
+        """
+        share = self.share(jobs)
+        error: Exception | None = None
+        try:
+            outcome: Any = self.engine.together(lambda: run(share))
+        except Exception as raised:
+            kind = "" if isinstance(raised, ValueError) else f"{type(raised).__name__}: "
+            error, outcome = raised, Failure(f"{kind}{raised}")
+        outcomes = self._gather(outcome)
+        failures = [x for x in outcomes if isinstance(x, Failure)]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, failures[0] if failures else None)
+        if failure := next((x for x in everywhere if x is not None), None):
+            raise RolloutError(failure.message) from error
+        return self.result(outcomes[:: self.engine.tensor], jobs)
+
+    def share(self, jobs: list[Job]) -> list[Job]:
+        """The jobs of this process's engine."""
+        together = [job for part in self._gather(jobs)[:: self.replica_size] for job in part]
+        order = {group: i for i, group in enumerate(dict.fromkeys(job.group_id for job in together))}
+        return [job for job in together if order[job.group_id] % self.num_engines == self.engine_index]
+
+    def result(self, parts: list[RolloutResult], jobs: list[Job]) -> RolloutResult:
+        """What became of this replica's jobs, in their order.
+
+        What engines have counted is not told apart by replica: the first of a unit takes it, so that sums are right.
+        """
+        if len(parts) == 1 and self.group is None:
+            return parts[0]
+        played = {(t.group_id, t.sample_id): t for part in parts for t in part.trajectories}
+        keys = [(job.group_id, job.sample_id) for job in jobs]
+        result = RolloutResult([played[key] for key in keys if key in played])
+        result.seconds = max(part.seconds for part in parts)
+        for field in fields(RolloutResult):
+            values = [getattr(part, field.name) for part in parts] if self.replica_index == 0 else []
+            if isinstance(getattr(result, field.name), Counter):
+                setattr(result, field.name, sum(values, Counter()))
+            elif isinstance(getattr(result, field.name), int):
+                setattr(result, field.name, sum(values))
+        result.num_truncated = sum(t.truncated for t in result.trajectories)
+        return result
+
+    def _gather(self, x: Any) -> list[Any]:
+        """One object of each process of the unit."""
+        if self.group is None:
+            return [x]
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, x, group=self.group)
+        return parts

@@ -1,0 +1,19 @@
+"""Which engine a run gets that names none."""
+
+from __future__ import annotations
+
+from rl2lightning.rollout import vllm_backend
+from rl2lightning.rollout.engine import RolloutEngine
+from rl2lightning.rollout.hf import HFEngine
+from rl2lightning.rollout.vllm import VLLMEngine
+
+
+def default_engine(device_type: str) -> tuple[RolloutEngine, str]:
+    """vLLM where it is installed for such a device, the embedded engine elsewhere; and a line that says which."""
+    version = vllm_backend.installed(device_type)
+    if version is None:
+        package = vllm_backend.DISTRIBUTIONS.get(device_type, "vllm")
+        return HFEngine(), f"rollouts by the embedded engine: {package} is not installed"
+    if not vllm_backend.supported(version):
+        return HFEngine(), f"rollouts by the embedded engine: vLLM {version} is installed, 0.26 to 0.32 are supported"
+    return VLLMEngine(), f"rollouts by vLLM {version}"
