@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -122,6 +124,8 @@ class FSDP2TPStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
+        if self.root_device.type == "cuda":
+            _destroy_groups_at_exit()
         shape = mesh_shape(
             self.world_size, replicate=self.replicate, shard=self.shard, context=self.context, tensor=self.tensor
         )
@@ -409,6 +413,16 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         super().teardown()
         if dist.is_initialized() and self.root_device.type == "cuda":
             torch.cuda.synchronize()
+
+
+@functools.cache
+def _destroy_groups_at_exit() -> None:
+    """Ends NCCL in an orderly way; until then the groups stay, for there may be another fit. Once per process."""
+
+    @atexit.register
+    def destroy() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _unwrap(optimizer: Any) -> Any:
