@@ -148,18 +148,19 @@ class CheckpointWriter:
             fn()
         except (Exception, CheckpointException) as error:  # the second is torch's, and no Exception
             cause = error
-        told: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, None if cause is None else _in_words(cause), group=self.group)
-        failed = {rank: words for rank, words in enumerate(told) if words is not None}
+        told: list[tuple[int, str] | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, None if cause is None else _in_words(cause, self.rank), group=self.group)
+        failed = [x for x in told if x is not None]
         if failed:
-            rank, words = next(iter(failed.items()))
+            rank, words = failed[0]
             raise CheckpointError(f"checkpoint '{path}' was not written: {words} (process {rank})") from cause
 
 
-def _in_words(error: BaseException) -> str:
+def _in_words(error: BaseException, rank: int) -> tuple[int, str]:
+    """The process that failed, which may be another than `rank`, that noticed; and what happened there."""
     if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
+        rank, (error, _) = next(iter(error.failures.items()))
+    return rank, f"{type(error).__name__}: {error}"
 
 
 def _in_host_memory(state: dict[str, Any]) -> dict[str, Any]:
