@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl2lightning.rollout import vllm_backend as backend
@@ -132,8 +133,10 @@ class VLLMEngine(RolloutEngine):
             sleeps=self._can_sleep,
             others=self.options,
         )
+        trainers_group = dist.is_initialized()  # without it, vLLM makes one for itself
         self._llm, self.running_on = backend.build(spec, settings), spec
-        self._default_group.apply()
+        if trainers_group:
+            self._default_group.apply()
         self._lockstep = Lockstep(backend.host_group(self._llm)) if self.tensor > 1 else None
         self._clear()
 

@@ -107,7 +107,7 @@ class DefaultGroupKept:
             parallel_state._WORLD = None
             parallel_state._NODE_COUNT = None
 
-        if dist.is_initialized() and self._original is None:
+        if self._original is None:
             self._original = parallel_state.destroy_distributed_environment
             parallel_state.destroy_distributed_environment = destroy_own
 

@@ -1,0 +1,170 @@
+"""Checks on two gloo processes: `torchrun --nproc-per-node 2 vllm_cases.py TENSOR DIRECTORY`.
+
+The model that is pushed is sharded by FSDP2, so that the stream is one of collectives.
+"""
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import rl2lightning  # noqa: F401, I001 - before transformers
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from rl2lightning.callbacks.generation import Generators
+from rl2lightning.callbacks.logp_check import probe
+from rl2lightning.rollout.engine import EngineSpec
+from rl2lightning.rollout.loop import Job, RolloutLoop
+from rl2lightning.rollout.vllm import VLLMEngine
+from rl2lightning.types import RolloutError, SamplingParams, Trajectory
+
+
+def logps(model, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+
+
+def from_all(x) -> list:
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, x)
+    return parts
+
+
+class Toy:
+    """As much of a RolloutLoop as `Generators` runs: one trajectory a job, the job's row as prompt."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.loop = RolloutLoop(engine, build_tokenizer())
+
+    def __call__(self, jobs: list[Job]):
+        return self.loop.run(jobs, SamplingParams(max_tokens=6), seed=0)
+
+
+def check_numbers(engine: VLLMEngine, sharded, model, *, version: int) -> None:
+    """After a push from the shards, what is sampled has the model's log-probs."""
+    engine.update_weights(((name, p.full_tensor()) for name, p in sharded.named_parameters()), version)
+    prompts = [[10, 20, 30, 40 + i + 10 * (dist.get_rank() // engine.tensor)] for i in range(4)]
+    sampling = SamplingParams(max_tokens=20)
+    completions = engine.together(lambda: engine.generate(prompts, sampling, range(4)))
+    if engine.leads:
+        assert completions is not None
+        for c in completions:
+            assert c.weight_version == version
+            torch.testing.assert_close(
+                torch.tensor(c.logps), logps(model, c.prompt_ids, c.token_ids), atol=2e-5, rtol=0
+            )
+    else:
+        assert completions is None
+
+
+def check_abort(engine: VLLMEngine) -> None:
+    """Followers stay in step through requests that are cut off, texts that end one, and errors of the leader."""
+
+    def lead() -> list[int]:
+        engine.submit("a", [5, 6], SamplingParams(max_tokens=30), seed=1)
+        engine.submit("b", [7], SamplingParams(max_tokens=4), seed=2)
+        for _ in range(3):
+            engine.step()
+        (partial,) = engine.abort(["a"])
+        assert len(partial.token_ids) == 3
+        engine.submit("a", [5, 6, *partial.token_ids], SamplingParams(max_tokens=3), seed=1)
+        done = []
+        while engine.unfinished:
+            done += engine.step()
+        assert sorted(c.request_id for c in done) == ["a", "b"]
+        engine.submit("left over", [5], SamplingParams(max_tokens=30), seed=1)
+        engine.step()
+        engine.abort(["left over"])
+        return [len(done)]
+
+    engine.together(lead)
+    assert engine.unfinished == 0
+
+    def fail() -> None:
+        engine.submit("x", [5], SamplingParams(max_tokens=30), seed=1)
+        engine.step()
+        engine.abort(["x"])
+        raise KeyError("of the leader's")
+
+    try:
+        engine.together(fail)
+        assert not engine.leads
+    except KeyError:
+        assert engine.leads
+
+
+def check_jobs(engine: VLLMEngine, *, replica_size: int) -> list[tuple[int, int, list[int]]]:
+    """Jobs dealt to engines and their results dealt back; what every process holds at the end, in order."""
+    generators = Generators(engine, replica_size)
+    replica = dist.get_rank() // replica_size
+    rows = [{"messages": [{"role": "user", "content": "abc"[: i % 3 + 1] * (i + 1)}]} for i in range(6)]
+    per_replica = 6 * replica_size // dist.get_world_size()
+    mine = range(replica * per_replica, (replica + 1) * per_replica)
+    jobs = [Job(rows[i], group_id=i, sample_id=k) for i in mine for k in range(2)]
+    result = generators.play(jobs, Toy(engine))
+    assert [(t.group_id, t.sample_id) for t in result.trajectories] == [(j.group_id, j.sample_id) for j in jobs]
+    tokens = [sum(t.num_actions for t in result.trajectories), result.num_tokens]
+    per_process = from_all(tokens)[::replica_size]
+    assert sum(a for a, _ in per_process) == sum(b for _, b in per_process)  # counted once
+
+    def broken(share: list[Job]):
+        raise OSError("out of order")
+
+    try:
+        generators.play(jobs, broken if dist.get_rank() == 0 else Toy(engine))
+        raise AssertionError("a failure on one engine is one of all processes")
+    except RolloutError as error:
+        assert "OSError: out of order" in str(error)
+    generators.close()
+    return [(t.group_id, t.sample_id, t.token_ids) for t in result.trajectories]
+
+
+def main(tensor: int, directory: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = build_model()
+    model.config.save_pretrained(directory / f"model{rank}")
+    sharded, mesh = deepcopy(model).requires_grad_(True), init_device_mesh("cpu", (2,))
+    for block in sharded.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    engine = VLLMEngine(tensor=tensor, kv_cache_memory_bytes=16 << 20)
+    engine.start(EngineSpec(str(directory / f"model{rank}"), "cpu", torch.float32))
+    assert engine.leads == (tensor == 1 or rank == 0)
+    for version in range(3):
+        check_numbers(engine, sharded, model, version=version)
+        with torch.no_grad():
+            for (_, p), (_, q) in zip(sharded.named_parameters(), model.named_parameters(), strict=True):
+                change = torch.randn(q.shape, generator=torch.Generator().manual_seed(q.numel())) * 0.05
+                q.add_(change)
+                p.add_(distribute_tensor(change, p.device_mesh, p.placements))  # type: ignore[attr-defined]
+    check_abort(engine)
+
+    # whether the two are two replicas or one, the same trajectories come out
+    everyone = from_all(check_jobs(engine, replica_size=1))
+    both = from_all(check_jobs(engine, replica_size=2))
+    assert both[0] == both[1] == everyone[0] + everyone[1]
+
+    seqs = probe(engine, [Trajectory({}, 0, token_ids=[5, 6, 7], action_mask=[False, False, True])])
+    assert seqs is not None and len(seqs) == 2 // tensor
+
+    loss = sharded(input_ids=torch.arange(3, 40)[None], labels=torch.arange(3, 40)[None]).loss
+    loss.backward()  # the trainer's collectives work beside the engine's
+    engine.shutdown()
+    ones = torch.ones(1)
+    dist.all_reduce(ones)  # and after it
+    assert ones.item() == 2
+    print("all checks passed", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    from conftest import build_model, build_tokenizer
+
+    main(int(sys.argv[1]), Path(sys.argv[2]))
