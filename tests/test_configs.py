@@ -18,7 +18,8 @@ CONFIGS = REPO / "configs"
 ALL = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
 COMPLETE = [name for name in ALL if "model" in yaml.safe_load((CONFIGS / name).read_text())]
 FRAGMENTS = sorted(set(ALL) - set(COMPLETE))
-WITHOUT_A_PAPER = {"sft.yaml", "quickstart/sft.yaml", "quickstart/grpo.yaml", *FRAGMENTS}
+QUICKSTARTS = {f"quickstart/{name}.yaml" for name in ("sft", "grpo", "tools_sft", "tools")}
+WITHOUT_A_PAPER = {"sft.yaml", *QUICKSTARTS, *FRAGMENTS}
 
 
 @pytest.fixture(autouse=True)
