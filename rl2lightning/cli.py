@@ -180,8 +180,10 @@ class CLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        if args is None or isinstance(args, list):
-            args = _with_class_for_name(sys.argv[1:] if args is None else args)
+        if args is None:
+            sys.argv[1:] = _with_class_for_name(sys.argv[1:])
+        elif isinstance(args, list):
+            args = _with_class_for_name(args)
         super().parse_arguments(parser, args)
 
     @staticmethod

@@ -101,8 +101,6 @@ class Preemption(L.Callback):
             self._save(trainer, "non-finite steps")
         elif isinstance(exception, RolloutError) and trainer.state.fn == TrainerFn.FITTING and trainer.global_step:
             self._save(trainer, "a rollout that failed")  # every process raises that, too
-        elif isinstance(exception, RolloutError) and trainer.state.fn == TrainerFn.FITTING and trainer.global_step:
-            self._save(trainer, "a rollout that failed")  # every process raises that, too
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._restore()

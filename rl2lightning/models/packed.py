@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl2lightning.models.attention import AttentionSpec, KernelAttention, PackedAttention, move
-from rl2lightning.models.blocks import BackendName, BlockBackend, Demand, Math, Segments, announce, choose_backend
+from rl2lightning.models.blocks import BackendName, BlockBackend, Demand, Segments
+from rl2lightning.models.blocks_math import Math
+from rl2lightning.models.kernels import announce, choose_backend
 from rl2lightning.types import Sequences
 
 PACKED_ATTENTION = "rl2lightning_packed"  # the name under which transformers finds it; must not contain "flash"

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from rl2lightning.models.attention import AttentionSpec
-from rl2lightning.models.blocks import BACKENDS, BlockBackend, Demand, Math, Segments
+from rl2lightning.models.blocks import BlockBackend, Demand, Segments
+from rl2lightning.models.blocks_math import Math
+from rl2lightning.models.kernels import BACKENDS
 
 HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
 DEVICE = torch.device("cuda")

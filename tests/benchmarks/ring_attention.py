@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2lightning.models.attention import AttentionSpec
-from rl2lightning.models.blocks import BackendName, Math, Segments
+from rl2lightning.models.blocks import BackendName, Segments
+from rl2lightning.models.blocks_math import Math
 from rl2lightning.parallel.ring.attention import RingedAttention, TransportName
 from rl2lightning.parallel.ring.layout import zigzag
 

@@ -20,12 +20,13 @@ from transformers import Qwen3Config
 
 from rl2lightning import RingAttention
 from rl2lightning.models.attention import AttentionSpec, keep_attention
-from rl2lightning.models.blocks import Math, Segments
+from rl2lightning.models.blocks import Segments
+from rl2lightning.models.blocks_math import Math
 from rl2lightning.models.build import build_causal_lm, init_weights, materialize
 from rl2lightning.models.packed import pack
 from rl2lightning.models.policy import Policy
 from rl2lightning.parallel.mesh import build_meshes
-from rl2lightning.parallel.ring import attention as ring_attention
+from rl2lightning.parallel.ring import transports
 from rl2lightning.parallel.ring.attention import RingedAttention
 from rl2lightning.parallel.ring.layout import zigzag
 from rl2lightning.types import Sequences
@@ -149,7 +150,7 @@ def package_errors() -> dict[str, float]:
     parent = types.ModuleType("flash_attn")
     parent.flash_attn_interface = kernels
     modules = {"flash_attn": parent, "flash_attn.flash_attn_interface": kernels}
-    serves = mock.patch.object(ring_attention.Package, "backend", return_value=Math())
+    serves = mock.patch.object(transports.Package, "backend", return_value=Math())
     with mock.patch.dict(sys.modules, modules), serves:
         return run(Case((40, 3, 21), split_from=20), "package", torch.bfloat16)
 

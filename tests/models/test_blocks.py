@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl2lightning.models import blocks
+from rl2lightning.models import blocks, blocks_math, kernels
 from rl2lightning.models.attention import AttentionSpec
-from rl2lightning.models.blocks import BACKENDS, Demand, Math, Segments, choose_backend
+from rl2lightning.models.blocks import Demand, Segments
+from rl2lightning.models.blocks_math import Math
+from rl2lightning.models.kernels import BACKENDS, choose_backend
 
 HEAD_SIZE = 8
 SHAPES = {  # causal, lengths of the queries, lengths of the keys
@@ -50,7 +52,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, queries: list[int], keys: list[int], 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_mathematics(shape: str, spec: AttentionSpec, key_heads: int, tile: int, monkeypatch) -> None:
     """Whole and row by row."""
-    monkeypatch.setattr(blocks, "_SCORES", tile)
+    monkeypatch.setattr(blocks_math, "_SCORES", tile)
     causal, queries, keys = SHAPES[shape]
     if not causal and spec.window is not None:
         keys = queries  # a window is over a past: each query must see some key
@@ -104,7 +106,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
     def pretend(capability: tuple[int, int], *packages: str) -> None:
         monkeypatch.setattr(blocks, "_capability", lambda device: capability)
-        monkeypatch.setattr(blocks, "installed", lambda name: name in packages)
+        monkeypatch.setattr(kernels, "installed", lambda name: name in packages)
 
     return pretend
 

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from rl2lightning import SFT
 from rl2lightning.models.attention import AttentionSpec
-from rl2lightning.models.blocks import BACKENDS, BlockBackend, Demand, Math, Segments
+from rl2lightning.models.blocks import BlockBackend, Demand, Segments
+from rl2lightning.models.blocks_math import Math
+from rl2lightning.models.kernels import BACKENDS
 from rl2lightning.models.packed import PACKED_ATTENTION, WholeSequences, pack, register_packed_attention
 from rl2lightning.models.policy import Policy
 from rl2lightning.types import Sequences
