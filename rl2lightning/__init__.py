@@ -33,6 +33,7 @@ _PUBLIC = {
     "RolloutEngine": "rollout.engine",
     "Environment": "environments.base",
     "ScriptEnvironment": "environments.script",
+    "ToolEnvironment": "environments.tools",
     "Reward": "rewards.base",
     "FunctionReward": "rewards.base",
     "SamplingParams": "types",

@@ -65,7 +65,7 @@ class Sandbox:
         wall_seconds: a program that takes longer is killed.
         cpu_seconds: for each process.
         memory_mb: of address space for each process, and of resident memory for all together.
-        max_processes: at a time, threads included.
+        max_processes: at a time, threads included (and, where a program runs under your own user id, yours too).
         disk_mb: of the program's directory, and of each file.
         max_files: in the program's directory.
         max_output: characters of stdout and stderr; a program that writes more is killed.
