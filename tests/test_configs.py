@@ -18,7 +18,7 @@ CONFIGS = REPO / "configs"
 ALL = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
 COMPLETE = [name for name in ALL if "model" in yaml.safe_load((CONFIGS / name).read_text())]
 FRAGMENTS = sorted(set(ALL) - set(COMPLETE))
-QUICKSTARTS = {f"quickstart/{name}.yaml" for name in ("sft", "grpo", "tools_sft", "tools")}
+QUICKSTARTS = {f"quickstart/{name}.yaml" for name in ("sft", "grpo", "grpo_vllm", "tools_sft", "tools")}
 WITHOUT_A_PAPER = {"sft.yaml", *QUICKSTARTS, *FRAGMENTS}
 
 
@@ -159,7 +159,9 @@ def every_other_sample_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("every_other_sample_is_right")
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.vllm) if "vllm" in name else name for name in COMPLETE]
+)
 def test_a_config_takes_a_step(
     name: str, tiny_model: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from rl2lightning.types import Completion, RolloutError, SamplingParams, Sequenc
 
 # mean |difference|; agreeing implementations were measured at 1e-6 and 0.02, stale or missing weights from 0.2 on
 THRESHOLDS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
-_NUM_PROMPTS, _NUM_TOKENS = 4, 32
+_NUM_PROMPTS, _NUM_TOKENS = 16, 32
 
 
 def probe(engine: RolloutEngine, trajectories: list[Trajectory]) -> Sequences | None:
