@@ -233,7 +233,16 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         materialize(model.lm, torch.device("cpu") if self.cpu_offload else self.root_device, buffers=self.root_device)
 
     def model_to_device(self) -> None:
-        """Nothing to do: `build_policy` puts a model where it belongs, and what is offloaded must not be moved."""
+        """Moves what is left of the module; packed models are where they belong, which may be host memory."""
+        assert self.model is not None
+        modules = dict(self.model._modules)
+        for name, child in modules.items():
+            if isinstance(child, PackedModel):
+                del self.model._modules[name]
+        try:
+            super().model_to_device()
+        finally:
+            self.model._modules = modules
 
     def on_one_rank_first(self, fn: Any) -> Any:
         """Global rank 0 runs fn before the others do, so that a download happens once."""

@@ -1,0 +1,38 @@
+"""On a GPU: whatever option decides where parameters are, a fit with validation ends with the same weights."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from rl2lightning import SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig
+
+pytestmark = pytest.mark.gpu
+
+
+def trained(model: str, task: str, directory: Path, **options) -> dict[str, torch.Tensor]:
+    module = SFT(model, optimizer=OptimizerConfig(lr=1e-3, schedule="constant", warmup_ratio=0.0))
+    trainer = L.Trainer(
+        strategy=FSDP2TPStrategy(**options),
+        accelerator="gpu",
+        devices=1,
+        max_steps=3,
+        val_check_interval=1,
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=ChatDataModule(f"conversations@{task}", batch_size=8, val_ratio=0.2, seed=0))
+    assert torch.isfinite(trainer.callback_metrics["val/loss"])
+    assert module.device.type == "cuda"
+    return {name: x.cpu() for name, x in module.policy_weights()}
+
+
+def test_options_change_no_weight(tiny_model: str, task: str, tmp_path: Path) -> None:
+    plain = trained(tiny_model, task, tmp_path)
+    for options in ({"cpu_offload": True}, {"activation_checkpointing": "selective"}):
+        for name, x in trained(tiny_model, task, tmp_path, **options).items():
+            torch.testing.assert_close(x, plain[name], rtol=1e-4, atol=1e-5, msg=f"{options}: {name}")
