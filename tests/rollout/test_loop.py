@@ -176,6 +176,23 @@ def test_a_stop_token_that_is_no_special_one_is_a_token_but_not_said(tokenizer):
     assert t.messages[-1]["content"] == "halt"
 
 
+def test_a_text_that_ends_a_turn_is_said_and_the_template_closes_the_turn(tokenizer):
+    class StopsAtText(ScriptedEngine):
+        def submit(self, request_id, prompt_ids, sampling, *, seed) -> None:
+            super().submit(request_id, prompt_ids, sampling, seed=seed)
+            self.running[-1].stop = "!"
+
+    engine = StopsAtText(tokenizer, lambda prompt: "look!")
+    (t,) = (
+        RolloutLoop(engine, tokenizer, environment=Counting(), max_turns=2)
+        .run([ask("hi")], SamplingParams(), 0)
+        .trajectories
+    )
+    reply = "<|im_end|>\n<|im_start|>tool\nseen 1<|im_end|>\n<|im_start|>assistant\n"
+    assert t.token_ids[-10 - len(tokenizer.encode(reply)) :] == tokenizer.encode(f"look!{reply}look!")
+    assert [m["content"] for m in t.messages] == ["hi", "look!", "seen 1", "look!"]
+
+
 def test_base_models_get_bare_text(tokenizer):
     engine = ScriptedEngine(tokenizer, lambda prompt: "x<|im_end|>")
     loop = RolloutLoop(engine, tokenizer, environment=Counting(), max_turns=2, apply_chat_template=False)
