@@ -195,13 +195,18 @@ def init_head(lm: PreTrainedModel, seed: int) -> None:
 
 
 def _fill(p: Tensor, full: Tensor) -> None:
-    """Copies this process's part of a full tensor into a parameter.
+    """Copies this process's part of a full tensor into a parameter."""
+    local = p.to_local() if isinstance(p, DTensor) else p
+    local.detach().copy_(own_part(full, p))
+
+
+def own_part(full: Tensor, p: Tensor) -> Tensor:
+    """What of a full tensor this process holds of the parameter `p`.
 
     Tensor parallelism cuts a weight first and FSDP what is left of it, so the axes of the mesh are taken from the last.
     """
     if not isinstance(p, DTensor):
-        p.detach().copy_(full)
-        return
+        return full
     coordinate = p.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis in reversed(range(p.device_mesh.ndim)):
@@ -210,7 +215,7 @@ def _fill(p: Tensor, full: Tensor) -> None:
             parts = full.chunk(p.device_mesh.size(axis), placement.dim)
             nothing = full.narrow(placement.dim, 0, 0)
             full = parts[coordinate[axis]] if coordinate[axis] < len(parts) else nothing
-    p.to_local().detach().copy_(full)
+    return full
 
 
 def full_weights(lm: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -107,7 +107,7 @@ def test_weights_are_those_of_the_file_or_of_one_draw_bit_for_bit(outcomes: Outc
     mesh = cases.MESHES[world][mesh][0]
     parts = mesh.shard * mesh.context * mesh.tensor
     # uneven cuts and, under tensor parallelism, norms and keys of too few heads are in more places than one
-    assert outcome["share"] < 1.35 / parts
+    assert outcome["share"] < 1.5 / parts
 
 
 @pytest.mark.parametrize("model", ["Parity", "ScalarParity"])

@@ -1,5 +1,7 @@
 """What a policy makes of its head; packing and numbers are test_packed's and tests/distributed's."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -40,7 +42,7 @@ def test_the_bias_of_a_head_counts() -> None:
     torch.manual_seed(0)
     config = Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False)
     reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    lm = build_causal_lm(config, torch.float32).to_empty(device="cpu")
+    lm = build_causal_lm(copy.deepcopy(config), torch.float32).to_empty(device="cpu")
     for model in (reference, lm):
         model.lm_head = nn.Linear(32, 50, bias=True)
     lm.load_state_dict(reference.state_dict())
