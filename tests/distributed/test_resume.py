@@ -25,7 +25,7 @@ STEPS = {
 MESHES: list[tuple[str, int, int, int, dict[str, int]]] = [
     (case, step, *mesh)  # type: ignore[misc]
     for case, step in (("sft", 5), ("grpo_recorded", 5))
-    for mesh in ((1, 2, {}), (2, 1, {}), (2, 2, {"replicate": 2}), (2, 2, {"tensor": 2}))
+    for mesh in ((1, 2, {}), (2, 1, {}), (2, 2, {"replicate": 2}), (2, 2, {"tensor": 2}), (1, 2, {"context": 2}))
 ]
 INHERITED = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED"}
 
