@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rl2lightning.compat import link_checkpoints_through
+from rl2lightning.models.attention import keep_attention
 from rl2lightning.models.build import (
     build_causal_lm,
     build_scalar_lm,
@@ -37,17 +38,15 @@ from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.parallel import precision
 from rl2lightning.parallel.checkpoint_writer import CheckpointWriter
+from rl2lightning.parallel.collectives import Collectives
 from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
-from rl2lightning.parallel.mesh import Meshes, build_meshes, mesh_shape
+from rl2lightning.parallel.mesh import build_meshes, mesh_shape
 from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
 from rl2lightning.parallel.ring.plugin import RingAttention
 from rl2lightning.parallel.tensor import apply_tensor_parallel
-from rl2lightning.types import Sequences
-
-T = TypeVar("T")
 
 
-class FSDP2TPStrategy(ModelParallelStrategy):
+class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
     """FSDP2, tensor and sequence parallelism on one mesh, at any world size and on any device: one code path.
 
     Args:
@@ -106,7 +105,6 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         self.offload = offload
         self.cpu_offload = cpu_offload
         self.async_checkpoints = async_checkpoints
-        self.meshes: Meshes  # from setup_environment on
         self._checkpoints: CheckpointWriter | None = None  # from the first save of a fit on
         self._pending_rng: dict[str, Any] | None = None
 
@@ -141,15 +139,6 @@ class FSDP2TPStrategy(ModelParallelStrategy):
             dist.barrier(device_ids=[self.root_device.index])
         else:
             dist.barrier()
-
-    @property
-    def data_rank(self) -> int:
-        """Which share of a global batch this process loads; processes along context and tensor axes agree."""
-        return self.meshes.data.get_local_rank()
-
-    @property
-    def data_size(self) -> int:
-        return self.meshes.data.size()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -213,8 +202,6 @@ class FSDP2TPStrategy(ModelParallelStrategy):
         if trainable and self.activation_checkpointing != "none":
             settings: dict[str, Any] = {"use_reentrant": False}
             if self.activation_checkpointing == "selective":
-                from rl2lightning.models.attention import keep_attention
-
                 settings["context_fn"] = keep_attention
             model.lm.gradient_checkpointing_enable(settings)
         if self.compile:
@@ -257,46 +244,6 @@ class FSDP2TPStrategy(ModelParallelStrategy):
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
         return clip_grad_norm(model.parameters(), max_norm).to(self.root_device)
-
-    @property
-    def gradient_scale(self) -> int:
-        """FSDP averages gradients over the processes that tokens are spread over; the loss is multiplied by that."""
-        return self.meshes.gradient_scale
-
-    def max_over_processes(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
-        return x
-
-    def gather_objects(self, x: Any) -> list[Any]:
-        """One picklable object from each data rank, in rank order, on every rank; through host memory."""
-        if self.data_size == 1:
-            return [x]
-        parts: list[Any] = [None] * self.data_size
-        dist.all_gather_object(parts, x, group=self.meshes.data.get_group())
-        return parts
-
-    @property
-    def is_first_of_replica(self) -> bool:
-        """Whether this process acts for its replica where one of its processes is enough."""
-        return self.meshes.replica.get_local_rank() == 0
-
-    def from_first_of_replica(self, fn: Callable[[], T]) -> T:
-        """What fn returns on the first process of a replica (context x tensor), on all of them; the others wait."""
-        if self.meshes.replica.size() == 1:
-            return fn()
-        box: list[Any] = [fn() if self.is_first_of_replica else None]
-        dist.broadcast_object_list(box, group=self.meshes.replica.get_group(), group_src=0)
-        return box[0]
-
-    def gather_sequences(self, seqs: Sequences | None) -> Sequences | None:
-        """The sequences of all data ranks, in rank order, on every rank; None where no rank has any."""
-        parts = [part for part in self.gather_objects(seqs) if part is not None]
-        return Sequences.concat(parts) if parts else None
-
-    def sum_over_data(self, x: Tensor) -> Tensor:
-        """All-reduced sum over the processes that hold distinct batches; those of one replica hold the same."""
-        dist.all_reduce(x, group=self.meshes.data.get_group())
-        return x
 
     @contextmanager
     def scoring(self, model: nn.Module) -> Iterator[None]:
