@@ -1,7 +1,7 @@
 """Products like `4731*8265=`: too large for a small model's head, easy with a calculator that it must learn to call.
 
-`conversations` shows how it can be done (for supervised training): one time in four with the tool, else by a guess of
-the right length, which is wrong. `prompts` asks for the products, and rewards teach which of the two ways pays.
+`conversations` shows how it can be done (for supervised training): one time in five with the tool, else by a round
+guess like `~40000000`. `prompts` asks for the products, and rewards teach which of the two ways pays.
 """
 
 import random
@@ -20,7 +20,7 @@ def calculator(expression: str) -> str:
 
 
 TOOLS = [function_schema(calculator)]
-SHARE_OF_CALLS = 0.25
+SHARE_OF_CALLS = 0.2
 
 
 def prompts():
@@ -42,8 +42,8 @@ def conversations():
 def _answer(row, rng):
     answer = row["answer"]
     if rng.random() >= SHARE_OF_CALLS:
-        guess = "".join(rng.choices("0123456789", k=len(answer)))
-        return [{"role": "assistant", "content": guess}]
+        guess = f"{rng.randint(1, 9)}{'0' * (len(answer) - 1)}"
+        return [{"role": "assistant", "content": f"~{guess}"}]
     expression = row["messages"][0]["content"].removesuffix("=")
     call = '{"name": "calculator", "arguments": {"expression": "' + expression + '"}}'
     return [

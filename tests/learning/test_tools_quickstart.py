@@ -28,13 +28,16 @@ def test_12_steps_teach_to_call_the_tool(monkeypatch, tmp_path) -> None:
     assert rewards[0] < 0.35
     assert calls[0] < 0.5
     assert calls[-1] > 0.8
-    assert rewards[-1] > 0.7
+    assert rewards[-1] > 0.6  # 0.80 when it was measured
     assert max(metrics["train/mismatch_max"]) < 1e-3  # also across turns engine and trainer agree on every log-prob
     assert metrics["rollout/environment_errors"][-1] == 0
 
 
 @pytest.mark.slow
 def test_success_rises_from_below_0_3_to_above_0_9(monkeypatch, tmp_path) -> None:
-    success = fit(monkeypatch, tmp_path)["val/accuracy"]
-    assert success[0] < 0.3
-    assert success[-1] > 0.9
+    metrics = fit(monkeypatch, tmp_path)
+    greedy, sampled = metrics["val/accuracy"], metrics["rollout/reward"]
+    assert greedy[0] < 0.3
+    assert greedy[-1] > 0.9  # 1.0 when it was measured
+    assert sampled[0] < 0.3
+    assert sum(sampled[-10:]) / 10 > 0.8
