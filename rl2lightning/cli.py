@@ -68,9 +68,9 @@ class Trainer(L.Trainer):
 
     def _last_checkpoint(self, fn: TrainerFn) -> Path | None:
         """What `ckpt_path="last"` means: the newest complete checkpoint of all runs in this root directory."""
-        root = Path(self.default_root_dir)
+        root = Path(self.default_root_dir)  # where Lightning puts those of a SLURM job that is requeued
         own = [Path(c.dirpath) for c in self.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
-        path = newest({root / "checkpoints", *root.glob("version_*/checkpoints"), *own})
+        path = newest({root, root / "checkpoints", *root.glob("version_*/checkpoints"), *own})
         if path is None and fn != TrainerFn.FITTING:
             raise ValueError(f"--ckpt_path last: no complete checkpoint of a run was found in '{root}'; name one")
         if path is None:

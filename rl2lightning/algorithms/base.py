@@ -19,6 +19,7 @@ from rl2lightning.algorithms.metrics import StepMetrics
 from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
+from rl2lightning.models.attention import move
 from rl2lightning.models.build import copy_generation_config, full_weights, load_config, resolve_model
 from rl2lightning.models.policy import Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
@@ -320,7 +321,7 @@ class PostTrainingModule(L.LightningModule):
                 lengths = seqs.lengths[indices]
                 offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
                 tokens = starts[indices].repeat_interleave(lengths) + offsets
-                out[tokens.to(self.device)] = logps
+                out[move(tokens, self.device)] = logps
         return self.strategy.sum_over_data(out).cpu()  # every token was scored by one data rank
 
 

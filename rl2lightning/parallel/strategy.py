@@ -232,10 +232,14 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
             self.model._modules = modules
 
     def on_one_rank_first(self, fn: Any) -> Any:
-        """Global rank 0 runs fn before the others do, so that a download happens once."""
-        first = fn() if self.global_rank == 0 else None
+        """Global rank 0 runs fn before the others do, so that a download happens once; where it fails, so do theirs."""
+        if self.global_rank == 0:
+            try:
+                return fn()
+            finally:
+                self.barrier()  # without it the others would wait for a process that has ended
         self.barrier()
-        return first if self.global_rank == 0 else fn()
+        return fn()
 
     # ---- what `update` needs
 
@@ -386,4 +390,4 @@ def _unwrap(optimizer: Any) -> Any:
 
 
 if "fsdp2_tp" not in StrategyRegistry:  # `--trainer.strategy fsdp2_tp`
-    StrategyRegistry.register("fsdp2_tp", FSDP2TPStrategy, description="FSDP2 with replicas")
+    StrategyRegistry.register("fsdp2_tp", FSDP2TPStrategy, description="FSDP2, tensor and sequence parallelism")

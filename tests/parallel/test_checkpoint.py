@@ -516,7 +516,12 @@ def test_last_is_the_newest_checkpoint_of_all_runs_of_the_directory(tiny_model: 
     second = next((tmp_path / "version_1/checkpoints").glob("*.ckpt"))
     os.replace(second, second.with_name(f"{second.name}.old"))  # killed while it was being replaced
     assert fit(3).global_step == 3
-    assert ckpt.read_meta(ckpt.newest([tmp_path / "version_2/checkpoints"]))["global_step"] == 3
+    third = ckpt.newest([tmp_path / "version_2/checkpoints"])
+    assert third is not None
+    assert ckpt.read_meta(third)["global_step"] == 3
+    requeued = tmp_path / "hpc_ckpt_1.ckpt"  # what Lightning calls that of a SLURM job which is to start again
+    os.replace(third, requeued)
+    assert fit(4).ckpt_path == requeued
     module, data, _ = sft(tiny_model, task)
     with pytest.raises(
         ValueError, match="--ckpt_path last: no complete checkpoint of a run was found in '.*elsewhere'"

@@ -10,3 +10,18 @@ def test_one_process_needs_no_launcher_and_so_runs_in_a_notebook(monkeypatch: py
     assert L.Trainer(strategy=FSDP2TPStrategy(), devices=2, **settings).strategy.launcher is not None
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     assert L.Trainer(strategy=FSDP2TPStrategy(), devices=1, **settings).strategy.launcher is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_on_the_first_process_keeps_no_other_waiting(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    def look_up() -> str:
+        happened.append("looked up")
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(FSDP2TPStrategy, "global_rank", rank)
+    monkeypatch.setattr(FSDP2TPStrategy, "barrier", lambda self: happened.append("met"))
+    with pytest.raises(ValueError, match="no such model"):
+        FSDP2TPStrategy().on_one_rank_first(look_up)
+    assert happened == (["looked up", "met"] if rank == 0 else ["met", "looked up"])
