@@ -95,17 +95,22 @@ def _cost(length: int) -> float:
 
 
 def _fewest_cuts(lengths: list[int], size: int) -> int:
-    """How many of the longest (they come first) must be cut for an even load; short ones are not worth it."""
-    costs = [_cost(n) for n in lengths]
-    allowed = _TOLERANCE * sum(costs) / size
+    """How many of the longest (they come first) must be cut for even work and memory; short ones are not worth it."""
     num_cut = 0
-    while num_cut < len(lengths) and lengths[num_cut] >= 2 * size * _MIN_CHUNK:
-        shared = sum(costs[:num_cut]) / size
-        rest = costs[num_cut:]
-        if shared + max(sum(rest[i] for i in mine) for mine in _assign(rest, size)) <= allowed:
-            break
+    while num_cut < len(lengths) and lengths[num_cut] >= 2 * size * _MIN_CHUNK and not _even(lengths, num_cut, size):
         num_cut += 1
     return num_cut
+
+
+def _even(lengths: list[int], num_cut: int, size: int) -> bool:
+    """Whether no rank has much more to do, or to hold, than the mean when the first `num_cut` sequences are cut."""
+    costs = [_cost(n) for n in lengths]
+    whole = _assign(costs[num_cut:], size)
+    for amounts in (costs, lengths):  # a long sequence is as much work as many more tokens in short ones
+        shared, rest = sum(amounts[:num_cut]) / size, amounts[num_cut:]
+        if shared + max(sum(rest[i] for i in mine) for mine in whole) > _TOLERANCE * sum(amounts) / size:
+            return False
+    return True
 
 
 def _assign(costs: list[float], size: int) -> list[list[int]]:

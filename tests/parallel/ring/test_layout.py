@@ -71,6 +71,13 @@ def test_as_few_sequences_are_cut_as_an_even_load_allows(lengths: list[int], siz
     assert set(layout.cut) == set(range(cut))  # the longest, which come first here
 
 
+def test_no_rank_holds_far_more_tokens_than_the_mean_although_the_work_is_even() -> None:
+    # a sequence this long is as much work as 192 short ones, which are three times as many tokens
+    layout = zigzag([131072] * 3 + [2048] * 192, 4)
+    rows = [len(layout.rows(rank)[0]) for rank in range(4)]
+    assert max(rows) <= 1.1 * sum(rows) / 4
+
+
 def test_layouts_of_equal_lengths_are_equal() -> None:
     """Every rank works the layout out for itself."""
     lengths = [900, 17, 900, 900, 5000, 17]
