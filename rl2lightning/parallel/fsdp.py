@@ -43,7 +43,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Whether backward passes inside reduce gradients over the mesh; off for all but the last micro-batch of a step."""
+    """Whether backward passes inside reduce gradients over the mesh; where not, each process adds up whole ones."""
     modules = fsdp_modules(model)
     for module in modules:
         module.set_requires_gradient_sync(enabled, recurse=False)

@@ -59,6 +59,8 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
             (Megatron's sequence parallelism): less memory, the same traffic.
         reshard_after_forward: frees gathered parameters between forward and backward; None: only where they are shared
             by several processes.
+        reduce_each_micro_batch: reduces gradients after every micro-batch instead of once a step. Between micro-batches
+            a process then holds its share of them, not all (4 bytes a parameter), for as many times the traffic.
         activation_checkpointing: "full" recomputes each transformer block in the backward pass, which trades a third
             more compute for memory that does not grow with depth; "selective" does, too, but keeps the output of
             attention, which at long sequences is most of that third.
@@ -81,6 +83,7 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
         tensor: int = 1,
         tensor_sequence: bool = False,
         reshard_after_forward: bool | None = None,
+        reduce_each_micro_batch: bool = False,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
         compile: bool = False,
         offload: Literal["none", "optimizer", "all"] = "none",
@@ -100,6 +103,7 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
         self.tensor = tensor
         self.tensor_sequence = tensor_sequence
         self.reshard_after_forward = reshard_after_forward
+        self.reduce_each_micro_batch = reduce_each_micro_batch
         self.activation_checkpointing = activation_checkpointing
         self.compile = compile
         self.offload = offload
@@ -243,8 +247,9 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
 
     # ---- what `update` needs
 
-    def gradient_sync(self, model: nn.Module, enabled: bool) -> Any:
-        return gradient_sync(model, enabled)
+    def gradient_sync(self, model: nn.Module, last: bool) -> Any:
+        """A micro-batch's backward pass goes inside; `last`: it is the last one of the step."""
+        return gradient_sync(model, last or self.reduce_each_micro_batch)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
         return clip_grad_norm(model.parameters(), max_norm).to(self.root_device)

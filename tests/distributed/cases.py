@@ -133,6 +133,7 @@ def on_mesh(**axes) -> FSDP2TPStrategy:
 
 SEVERAL_PROCESSES = {
     "sft_replicated": lambda model: sft(model, 32, strategy=on_mesh(replicate=2)),
+    "sft_reduced_each_micro_batch": lambda model: sft(model, 32, strategy=on_mesh(reduce_each_micro_batch=True)),
     "sft_three_steps_tensor": lambda model: sft(model, 64, strategy=on_mesh(tensor=2), steps=3),
     "sft_three_steps_tensor_sequence": lambda model: sft(
         model, 64, strategy=on_mesh(tensor=2, tensor_sequence=True), steps=3

@@ -1,9 +1,5 @@
 """Loss, gradient and weights do not depend on micro-batches, packing or the number of processes (fp32, 1e-5)."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,26 +17,13 @@ CASES = [
 ]
 
 
-def run_cases(world_size: int, model: str, out: Path) -> dict:
-    """All cases in one group of real processes; the outcome of rank 0."""
-    script = str(Path(__file__).with_name("cases.py"))
-    # other tests of this process have left a process group behind, and its address in the environment
-    inherited = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"}
-    environment = {k: v for k, v in os.environ.items() if k not in inherited} | {"OMP_NUM_THREADS": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", f"--master-port={port}"]
-    command = [sys.executable, *(launcher if world_size > 1 else []), script, model, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return torch.load(out, weights_only=True)
-
-
 @pytest.fixture(scope="module")
-def outcomes(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def outcomes(run_on, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    """Of all cases, by number of processes."""
     directory = tmp_path_factory.mktemp("outcomes")
-    return {n: run_cases(n, tiny_model, directory / f"{n}.pt") for n in (1, 2, 4)}
+    for n in (1, 2, 4):
+        run_on(n, Path(__file__).with_name("cases.py"), tiny_model, directory / f"{n}.pt")
+    return {n: torch.load(directory / f"{n}.pt", weights_only=True) for n in (1, 2, 4)}
 
 
 def largest_difference(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
@@ -66,10 +49,9 @@ def test_micro_batches_do_not_change_the_gradient(outcomes: dict, world_size: in
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_replicas_do_not_change_the_gradient(outcomes: dict, world_size: int) -> None:
-    assert (
-        largest_difference(outcomes[world_size]["sft_replicated"]["gradients"], outcomes[1]["sft"]["gradients"]) < 1e-5
-    )
+@pytest.mark.parametrize("case", ["sft_replicated", "sft_reduced_each_micro_batch"])
+def test_when_and_where_gradients_are_reduced_does_not_change_them(outcomes: dict, case: str, world_size: int) -> None:
+    assert largest_difference(outcomes[world_size][case]["gradients"], outcomes[1]["sft"]["gradients"]) < 1e-5
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

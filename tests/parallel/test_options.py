@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from rl2lightning import GRPO, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
+from rl2lightning import GRPO, SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
 from rl2lightning.parallel import strategy as strategy_module
 from rl2lightning.types import SamplingParams
 
@@ -81,3 +81,31 @@ def test_offload_moves_what_it_names_while_the_engine_generates(
     weights = weights_after_training(tiny_model, task, tmp_path, offload=offload)
     size = sum(x.numel() for x in weights.values())
     assert moved == [n * size for n in sizes]
+
+
+class Watched(SFT):
+    """Notes at each micro-batch whether there are gradients of the shards already."""
+
+    def loss(self, seqs):
+        assert self.policy is not None
+        self.held.append(all(p.grad is not None for p in self.policy.parameters()))
+        return super().loss(seqs)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_gradients_are_sharded_after_each_micro_batch_if_asked(each: bool, tiny_model: str, task: str) -> None:
+    module = Watched(tiny_model, max_tokens_per_device=20)
+    module.held = []
+    trainer = L.Trainer(
+        strategy=FSDP2TPStrategy(reduce_each_micro_batch=each),
+        accelerator="cpu",
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=ChatDataModule(f"conversations@{task}", batch_size=8))
+    assert len(module.held) > 2
+    assert module.held == [False, *[each] * (len(module.held) - 1)]
