@@ -2,33 +2,27 @@
 
 import csv
 import json
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[2]
-INHERITED = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"}
+Run = Callable[..., Path]
 
 
-def run(world_size: int, verb: str, root: Path, *arguments: str) -> Path:
+@pytest.fixture(scope="module")
+def run(run_on: Callable[..., None]) -> Run:
     """Runs the quickstart with changes; its run directory."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", f"--master-port={port}"]
-    command = [sys.executable, *launcher, "-m", "rl2lightning", verb, "--config", "configs/quickstart/grpo.yaml"]
-    settings = ["--trainer.default_root_dir", str(root), "--trainer.enable_progress_bar", "false"]
-    environment = {k: v for k, v in os.environ.items() if k not in INHERITED} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *settings, "--trainer.strategy.timeout_seconds", "60", *arguments],
-        cwd=REPO, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return max(root.glob("version_*"), key=lambda p: int(p.name[8:]))
+
+    def run(world_size: int, verb: str, root: Path, *arguments: str) -> Path:
+        settings = ["--trainer.default_root_dir", str(root), "--trainer.enable_progress_bar", "false"]
+        settings += ["--trainer.strategy.timeout_seconds", "60"]
+        run_on(
+            world_size, "-m", "rl2lightning", verb, "--config", "configs/quickstart/grpo.yaml", *settings, *arguments
+        )
+        return max(root.glob("version_*"), key=lambda p: int(p.name[8:]))
+
+    return run
 
 
 SETTINGS = [
@@ -45,7 +39,7 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def runs(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     config = tmp_path_factory.mktemp("config") / "dynamic.yaml"
     config.write_text(
         "trainer:\n  callbacks:\n    - class_path: rl2lightning.RolloutCallback\n      init_args:\n"
@@ -79,7 +73,7 @@ def test_every_process_saves_its_rollouts(runs: dict[int, Path]) -> None:
     assert len(saved(runs[2], "val")) == 7
 
 
-def test_predictions_of_two_processes_are_in_one_file(runs: dict[int, Path], tmp_path: Path) -> None:
+def test_predictions_of_two_processes_are_in_one_file(run: Run, runs: dict[int, Path], tmp_path: Path) -> None:
     checkpoint = runs[2] / "checkpoints/last.ckpt"
     data = ["--data.val_ratio=0.0007", "--data.val_batch_size=3"]
     directory = run(2, "predict", tmp_path, *data, "--ckpt_path", str(checkpoint))

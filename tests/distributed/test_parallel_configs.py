@@ -1,25 +1,12 @@
 """Both quickstarts run unchanged behind every config of configs/parallel, and learn the same."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).parents[2]
 MESHES = sorted(path.stem for path in (REPO / "configs/parallel").glob("*.yaml"))
-
-
-def run(root: Path, world_size: int, meshes: list[str]) -> None:
-    inherited = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"}
-    environment = {k: v for k, v in os.environ.items() if k not in inherited} | {"OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    script = [str(Path(__file__).with_name("config_cases.py")), str(root), *meshes]
-    command = [sys.executable, *(launcher if world_size > 1 else []), *script]
-    done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 def logged(directory: Path) -> dict[str, list[float]]:
@@ -30,11 +17,12 @@ def logged(directory: Path) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(run_on, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`<mesh>/<algorithm>` of four processes, and `shard` of one under `alone`."""
     root = tmp_path_factory.mktemp("parallel")
-    run(root / "four", 4, MESHES)
-    run(root / "one", 1, ["shard"])
+    script = Path(__file__).with_name("config_cases.py")
+    run_on(4, script, root / "four", *MESHES, timeout=600)
+    run_on(1, script, root / "one", "shard")
     return root
 
 

@@ -5,10 +5,8 @@ largest entry. See `parity_cases.py` for what is compared.
 """
 
 import importlib.util
-import os
-import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,28 +48,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Outcomes:
     """What came out of all runs of a world size, in one group of real processes, when it is first asked for."""
 
-    def __init__(self, models: Path) -> None:
-        self.models, self.by_world = models, {}
+    def __init__(self, run_on: Callable[..., None], models: Path) -> None:
+        self.run_on, self.models, self.by_world = run_on, models, {}
 
     def __getitem__(self, world: int) -> dict[str, Any]:
         if world not in self.by_world:
             out = self.models / f"{world}.pt"
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}"]
-            inherited = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"}
-            environment = {k: v for k, v in os.environ.items() if k not in inherited} | {"OMP_NUM_THREADS": "1"}
-            command = [sys.executable, *launcher, str(SCRIPT), str(self.models), str(out)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+            self.run_on(world, SCRIPT, self.models, out, timeout=900)
             self.by_world[world] = torch.load(out, weights_only=True)
         return self.by_world[world]
 
 
 @pytest.fixture(scope="session")
-def outcomes(models: Path) -> Outcomes:
-    return Outcomes(models)
+def outcomes(run_on: Callable[..., None], models: Path) -> Outcomes:
+    return Outcomes(run_on, models)
 
 
 @pytest.mark.parametrize(("world", "run", "kind"), STEPS)

@@ -1,10 +1,7 @@
 """A run that was interrupted equals one that was not: to the last bit on the same processes, to 1e-6 on others."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +24,18 @@ MESHES: list[tuple[str, int, int, int, dict[str, int]]] = [
     for case, step in (("sft", 5), ("grpo_recorded", 5))
     for mesh in ((1, 2, {}), (2, 1, {}), (2, 2, {"replicate": 2}), (2, 2, {"tensor": 2}), (1, 2, {"context": 2}))
 ]
-INHERITED = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED"}
+Run = Callable[[int, Path, list[Any]], Path]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def run_jobs(world_size: int, model: str, task: str, out: Path, jobs: list[Any]) -> Path:
+@pytest.fixture(scope="module")
+def run_jobs(run_on: Callable[..., None], tiny_model: str, task: str) -> Run:
     """All jobs one after the other in one group of real processes."""
-    environment = {k: v for k, v in os.environ.items() if k not in INHERITED} | {"OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", f"--master-port={free_port()}"]
-    script = str(Path(__file__).with_name("resume_cases.py"))
-    command = [sys.executable, *launcher, script, model, task, str(out), json.dumps(jobs)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return out
+
+    def run(world_size: int, out: Path, jobs: list[Any]) -> Path:
+        run_on(world_size, Path(__file__).with_name("resume_cases.py"), tiny_model, task, out, json.dumps(jobs))
+        return out
+
+    return run
 
 
 def name_of(case: str, step: int, saved_on: int, mesh: dict[str, int]) -> str:
@@ -52,17 +43,14 @@ def name_of(case: str, step: int, saved_on: int, mesh: dict[str, int]) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_model: str, task: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def whole(run_jobs: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Directories of the uninterrupted runs, by number of processes."""
     cases = {2: [*STEPS, "grpo_recorded"], 1: ["sft", "grpo", "grpo_recorded"]}
-    return {
-        n: run_jobs(n, tiny_model, task, tmp_path_factory.mktemp(f"whole{n}"), [[c, c, None, {}] for c in cases[n]])
-        for n in (1, 2)
-    }
+    return {n: run_jobs(n, tmp_path_factory.mktemp(f"whole{n}"), [[c, c, None, {}] for c in cases[n]]) for n in (1, 2)}
 
 
 @pytest.fixture(scope="module")
-def resumed(whole: dict[int, Path], tiny_model: str, task: str, tmp_path_factory: pytest.TempPathFactory):
+def resumed(run_jobs: Run, whole: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Directories of the runs that go on, by number of processes."""
     jobs: dict[int, list[Any]] = {1: [], 2: [["disk_full", checkpoint(whole[2], "sft", 7)]]}
     for case, steps in STEPS.items():
@@ -72,7 +60,7 @@ def resumed(whole: dict[int, Path], tiny_model: str, task: str, tmp_path_factory
     for case, step, saved_on, goes_on_on, mesh in MESHES:
         job = [name_of(case, step, saved_on, mesh), case, checkpoint(whole[saved_on], case, step), mesh]
         jobs[goes_on_on].append(job)
-    return {n: run_jobs(n, tiny_model, task, tmp_path_factory.mktemp(f"resumed{n}"), jobs[n]) for n in (1, 2)}
+    return {n: run_jobs(n, tmp_path_factory.mktemp(f"resumed{n}"), jobs[n]) for n in (1, 2)}
 
 
 def checkpoint(directory: Path, case: str, step: int) -> str:

@@ -1,9 +1,5 @@
 """Attention spread over 2 and 4 processes is that of the plain formula, by every transport and layout."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,23 +23,12 @@ CASES = [
 ]
 
 
-def run_cases(world_size: int, out: Path) -> dict:
-    """All cases in one group of real processes; the errors that rank 0 saw."""
-    inherited = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"}
-    environment = {k: v for k, v in os.environ.items() if k not in inherited} | {"OMP_NUM_THREADS": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", f"--master-port={port}"]
-    command = [sys.executable, *launcher, str(Path(__file__).with_name("ring_cases.py")), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return torch.load(out, weights_only=True)
-
-
 @pytest.fixture(scope="module", params=[2, 4])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return run_cases(request.param, tmp_path_factory.mktemp("ring") / "outcomes.pt")
+def outcomes(run_on, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The errors of all cases on so many processes."""
+    out = tmp_path_factory.mktemp("ring") / "outcomes.pt"
+    run_on(request.param, Path(__file__).with_name("ring_cases.py"), out)
+    return torch.load(out, weights_only=True)
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
