@@ -87,8 +87,8 @@ class Preemption(L.Callback):
         if agreed == self._requeue:
             if self.received == agreed:  # otherwise one came that is more urgent
                 self.received = 0
-            self._previous[agreed](agreed, None)  # Lightning's
-            trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
+            with trainer.strategy.saves_at_once():  # type: ignore[attr-defined] - what is requeued is soon killed
+                self._previous[agreed](agreed, None)  # Lightning's
         elif agreed:  # a signal that came while waiting for the others is seen after the next step
             self.received = agreed
             self._save(trainer, f"signal {signal.Signals(self.received).name}")

@@ -110,6 +110,7 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
         self.cpu_offload = cpu_offload
         self.async_checkpoints = async_checkpoints
         self._checkpoints: CheckpointWriter | None = None  # from the first save of a fit on
+        self._saves_at_once = False
         self._pending_rng: dict[str, Any] | None = None
 
     # ---- processes and mesh
@@ -301,8 +302,18 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(background=self.async_checkpoints, timeout=self._timeout)
         self._checkpoints.save(checkpoint, path, files=self._module.write_model_files)
-        if self._module.trainer.state.status != TrainerStatus.RUNNING:  # nothing goes on, and nobody would wait for it
+        # where nothing goes on nobody else would wait for it
+        if self._saves_at_once or self._module.trainer.state.status != TrainerStatus.RUNNING:
             self.wait_for_checkpoint()
+
+    @contextmanager
+    def saves_at_once(self) -> Iterator[None]:
+        """Inside, a checkpoint is complete when `save_checkpoint` returns, whatever `async_checkpoints` says."""
+        self._saves_at_once = True
+        try:
+            yield
+        finally:
+            self._saves_at_once = False
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being written; raises on every process if one could not be."""

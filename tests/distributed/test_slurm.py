@@ -45,10 +45,11 @@ def wait_for(path: Path, processes: list[subprocess.Popen[str]]) -> None:
 def test_slurm_starts_requeues_and_ends_a_job(fit_sft, environment, tmp_path: Path) -> None:
     scontrol = tmp_path / "bin/scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\n')
+    root = tmp_path / "runs"
+    # which checkpoints there are when the job is requeued, and may be killed
+    scontrol.write_text(f'#!/bin/sh\necho "$@" `cd {root}; ls -d hpc_*` >> {tmp_path}/scontrol.log\n')
     scontrol.chmod(0o755)
     environment |= {"PATH": f"{scontrol.parent}:{environment['PATH']}"}
-    root = tmp_path / "runs"
     saving = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=1"]
     saving += ["--trainer.strategy.async_checkpoints=true"]
     port = 15000 + os.getpid() % 9000
@@ -66,7 +67,7 @@ def test_slurm_starts_requeues_and_ends_a_job(fit_sft, environment, tmp_path: Pa
             process.kill()
     assert [process.returncode for process in processes] == [143, 143], outputs[0][-4000:]
     assert "shard 2" in outputs[0]
-    assert (tmp_path / "scontrol.log").read_text() == f"requeue 4{port - 15000:04d}\n"
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue 4{port - 15000:04d} hpc_ckpt_1.ckpt\n"
     requeued = root / "hpc_ckpt_1.ckpt"
     ckpt.check(requeued)
     step = ckpt.read_meta(requeued)["global_step"]
