@@ -121,8 +121,9 @@ def build_root(root: Path, settings: dict[str, Any], uid: int | None) -> None:
         checked(-1, "unshare")
     mount("none", "/", None, REC | PRIVATE)
     mount("tmpfs", str(root), "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    python = [part for path in settings["python"] for part in enterable(Path(path))]
     bound: list[Path] = []
-    for path in map(Path, [*SYSTEM, *settings["python"], *settings["visible"]]):
+    for path in map(Path, [*SYSTEM, *python, *settings["visible"]]):
         if not os.path.exists(path) or any(path.is_relative_to(other) for other in bound):
             continue
         target = root / path.relative_to("/")
@@ -149,6 +150,13 @@ def build_root(root: Path, settings: dict[str, Any], uid: int | None) -> None:
     mount("tmpfs", str(root), None, REMOUNT | RDONLY | NOSUID | NODEV)
     os.chroot(root)
     fill(str(INSIDE), settings, uid)
+
+
+def enterable(path: Path) -> list[Path]:
+    """The directory, or what is in it where only its owner may enter: a virtual environment made by mktemp, say."""
+    if path.is_dir() and path.stat().st_mode & 0o005 != 0o005:
+        return sorted(path.iterdir())
+    return [path]
 
 
 def bind(path: Path, target: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rl2lightning.environments.python_exec import PythonTool, Sandbox, SandboxError, run_tests
+from rl2lightning.environments.sandbox_launcher import enterable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -374,3 +375,12 @@ def test_no_more_programs_run_at_a_time_than_there_are_workers():
 def test_an_interpreter_that_is_not_there_is_said_at_once():
     with pytest.raises(ValueError, match="cannot run /usr/bin/no-python: .*No such file.*sandbox.init_args.python"):
         Sandbox(isolation="partial", python="/usr/bin/no-python")
+
+
+def test_of_a_python_in_a_private_directory_the_program_gets_what_is_inside(tmp_path) -> None:
+    prefix = tmp_path / "venv"
+    (prefix / "bin").mkdir(parents=True)
+    prefix.chmod(0o755)
+    assert enterable(prefix) == [prefix]
+    prefix.chmod(0o700)  # as mktemp makes directories
+    assert enterable(prefix) == [prefix / "bin"]
