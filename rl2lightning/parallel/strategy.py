@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -128,7 +127,9 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         if self.root_device.type == "cuda":
-            _destroy_groups_at_exit()
+            # an orderly end for NCCL, but not before the process's: there may be another fit
+            atexit.unregister(_destroy_groups)
+            atexit.register(_destroy_groups)
         shape = mesh_shape(
             self.world_size, replicate=self.replicate, shard=self.shard, context=self.context, tensor=self.tensor
         )
@@ -356,6 +357,7 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        atexit.unregister(_destroy_groups)  # it would wait for a collective that the others may never join
         if isinstance(exception, RuntimeError) and self.world_size > 1 and "by peer" in str(exception):
             exception.add_note("another process of the run has ended: its output, or its node's, says why")
         try:
@@ -391,14 +393,9 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
             torch.cuda.synchronize()
 
 
-@functools.cache
-def _destroy_groups_at_exit() -> None:
-    """Ends NCCL in an orderly way; until then the groups stay, for there may be another fit. Once per process."""
-
-    @atexit.register
-    def destroy() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def _destroy_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _unwrap(optimizer: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -19,6 +20,7 @@ from rl2lightning.parallel.ring.attention import RingedAttention, TransportName
 from rl2lightning.parallel.ring.layout import zigzag
 from rl2lightning.types import Sequences
 
+_LONGEST_DECIDES = {"dynamic", "longrope"}  # rotary embeddings that look at the longest position at hand
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention", "attention"}  # what transformers calls those we can spread
 
 
@@ -65,6 +67,7 @@ class RingAttention(LayerSync):
             if isinstance(inner, PackedModel) and inner not in self._packs:
                 if group is not None:
                     refuse_what_cannot_be_spread(inner.lm.config, recurrent=inner.lm._is_stateful)
+                warn_of_embeddings_that_look_at_others(inner.lm.config)
                 self._packs[inner] = inner.pack
                 inner.pack = partial(self._spread, group=group) if group is not None else self._whole
         return model
@@ -125,7 +128,7 @@ def refuse_what_cannot_be_spread(config: Any, *, recurrent: bool) -> None:
         raise ValueError(f"{name} has layers of the kind {odd}, which cannot be spread over a context axis; {remedy}")
     if recurrent:
         raise ValueError(f"{name} is recurrent, and its tokens cannot be spread over a context axis; {remedy}")
-    if (ropes := _rope_types(getattr(config, "rope_parameters", None))) & {"dynamic", "longrope"}:
+    if (ropes := _rope_types(getattr(config, "rope_parameters", None))) & _LONGEST_DECIDES:
         raise ValueError(
             f"{name} has rotary embeddings of type {sorted(ropes)}, which depend on the longest position at hand, "
             f"and that differs between processes; {remedy} or config.rope_parameters.rope_type to another"
@@ -134,6 +137,17 @@ def refuse_what_cannot_be_spread(config: Any, *, recurrent: bool) -> None:
         raise ValueError(
             f"{name} has attention_dropout={config.attention_dropout}, which ring attention does not support; "
             f"set it to 0 in config.json, or {remedy}"
+        )
+
+
+def warn_of_embeddings_that_look_at_others(config: Any) -> None:
+    """Says so where the longest sequence of a micro-batch changes what is computed of the others."""
+    config = config.get_text_config()
+    if ropes := _rope_types(getattr(config, "rope_parameters", None)) & _LONGEST_DECIDES:
+        limit = (config.rope_parameters or {}).get("original_max_position_embeddings", "the model's original length")
+        rank_zero_warn(
+            f"model type '{config.model_type}' has rotary embeddings of type {sorted(ropes)}: in a micro-batch with a "
+            f"sequence longer than {limit} tokens, all others are embedded like that one"
         )
 
 

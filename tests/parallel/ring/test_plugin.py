@@ -12,7 +12,7 @@ from transformers import BambaConfig, LlamaConfig, Qwen3Config, Qwen3NextConfig,
 
 from rl2lightning import SFT, FSDP2TPStrategy, RingAttention, Sequences
 from rl2lightning.models.packed import Bucketed, WholeSequences, pack
-from rl2lightning.parallel.ring.plugin import refuse_what_cannot_be_spread
+from rl2lightning.parallel.ring.plugin import refuse_what_cannot_be_spread, warn_of_embeddings_that_look_at_others
 from rl2lightning.types import ChatBatch
 
 CPU = torch.device("cpu")
@@ -48,6 +48,14 @@ def test_a_recurrent_model_is_refused_whatever_its_layers_are_called() -> None:
     assert RecurrentGemmaForCausalLM._is_stateful  # how transformers marks them
     with pytest.raises(ValueError, match="model type 'llama' is recurrent"):
         refuse_what_cannot_be_spread(LlamaConfig(), recurrent=True)
+
+
+def test_embeddings_that_look_at_the_longest_sequence_are_announced() -> None:
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+    longrope |= {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    with pytest.warns(UserWarning, match="'llama' has rotary embeddings of type .*longrope.* longer than 4096"):
+        warn_of_embeddings_that_look_at_others(LlamaConfig(rope_parameters=longrope))
+    warn_of_embeddings_that_look_at_others(LlamaConfig())  # a warning is an error here
 
 
 @pytest.mark.parametrize("settings", [{"split_from": -1}, {"gather_heads": 0}])
