@@ -91,7 +91,11 @@ class Preemption(L.Callback):
                 self._previous[agreed](agreed, None)  # Lightning's
         elif agreed:  # a signal that came while waiting for the others is seen after the next step
             self.received = agreed
-            self._save(trainer, f"signal {signal.Signals(self.received).name}")
+            path = self._save(trainer, f"signal {signal.Signals(self.received).name}")
+            for checkpoint in trainer.checkpoint_callbacks:
+                if isinstance(checkpoint, ModelCheckpoint):  # what it saved now would say that the epoch was over
+                    checkpoint._last_global_step_saved = trainer.global_step
+                    checkpoint._last_checkpoint_saved = checkpoint._last_checkpoint_saved or str(path)
             self._stopping = trainer.should_stop = True
             self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0  # no time to validate
 
@@ -117,10 +121,11 @@ class Preemption(L.Callback):
             signal.signal(number, handler)
         self._previous = {}
 
-    def _save(self, trainer: L.Trainer, why: str, name: str = "interrupted.ckpt") -> None:
+    def _save(self, trainer: L.Trainer, why: str, name: str = "interrupted.ckpt") -> Path:
         checkpoint = trainer.checkpoint_callback
         directory = checkpoint.dirpath if isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath else None
         path = Path(directory or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints") / name
         trainer.save_checkpoint(path)
         trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
         rank_zero_info(f"{why}: checkpoint saved to {path}; go on with --ckpt_path {path}")
+        return path

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rl2lightning import GRPO, FSDP2TPStrategy, Preemption, PromptDataModule, RolloutCallback, SamplingParams
 from rl2lightning.cli import CLI
+from rl2lightning.parallel.checkpoint import newest
 
 COMMON = [
     "--model=rl2lightning.GRPO",
@@ -93,6 +94,27 @@ class Send(L.Callback):
 
 def varied(trajectory) -> float:
     return float(trajectory.sample_id)
+
+
+@pytest.mark.parametrize("every_n_train_steps", [None, 1, 100])
+def test_the_checkpoint_of_an_interrupted_epoch_is_the_newest_and_the_epoch_goes_on(
+    make_trainer, grpo, prompts, tmp_path: Path, every_n_train_steps: int | None
+) -> None:
+    def trainer(directory: str, *callbacks: L.Callback) -> L.Trainer:
+        saves = ModelCheckpoint(tmp_path / directory, save_last=True, every_n_train_steps=every_n_train_steps)
+        settings = {"max_steps": -1, "max_epochs": 1, "enable_checkpointing": True}
+        return make_trainer(*callbacks, Preemption(), RolloutCallback(rewards=[varied]), saves, **settings)
+
+    interrupted = trainer("checkpoints", Send(signal.SIGTERM, 1))
+    interrupted.fit(grpo(), datamodule=prompts())
+    assert interrupted.global_step == 2
+    path = newest([tmp_path / "checkpoints"])
+    assert path is not None
+    assert path.name == "interrupted.ckpt"
+    rest = trainer("resumed")
+    with pytest.warns(UserWarning, match="The dirpath has changed"):
+        rest.fit(grpo(), datamodule=prompts(), ckpt_path=path)
+    assert rest.global_step == rest.num_training_batches > 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
