@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -126,10 +126,9 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
-        if self.root_device.type == "cuda":
-            # an orderly end for NCCL, but not before the process's: there may be another fit
-            atexit.unregister(_destroy_groups)
-            atexit.register(_destroy_groups)
+        # an orderly end of the groups, but not before the process's: there may be another fit
+        atexit.unregister(_destroy_groups)
+        atexit.register(_destroy_groups)
         shape = mesh_shape(
             self.world_size, replicate=self.replicate, shard=self.shard, context=self.context, tensor=self.tensor
         )
@@ -394,8 +393,13 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
 
 
 def _destroy_groups() -> None:
+    """Together: a process whose peer has left already may abort while its own groups are torn down."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        with suppress(Exception):
+            if dist.get_world_size() > 1:
+                dist.all_reduce(torch.zeros(1))
+        with suppress(Exception):
+            dist.destroy_process_group()
 
 
 def _unwrap(optimizer: Any) -> Any:
