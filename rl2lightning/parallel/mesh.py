@@ -39,7 +39,6 @@ class Meshes:
 
     root: DeviceMesh  # replicate x shard x context x tensor
     data: DeviceMesh  # distinct batches: replicate x shard
-    context: DeviceMesh  # processes that share the tokens of one micro-batch
     replica: DeviceMesh  # processes that work on the same micro-batches: context x tensor
     parameters: DeviceMesh  # what FSDP2 gets: shard x context as one axis, under replicate where that is more than 1
     tensor: DeviceMesh  # what tensor parallelism gets; of the same root as `parameters`, as FSDP2 demands
@@ -65,7 +64,6 @@ def build_meshes(device_type: str, shape: tuple[int, int, int, int]) -> Meshes:
     return Meshes(
         root=root,
         data=root["replicate", "shard"]._flatten("data"),
-        context=root["context"],
         replica=root["context", "tensor"]._flatten("replica"),
         parameters=weights["replicate", "shard"] if replicate > 1 else weights["shard"],
         tensor=weights["tensor"],

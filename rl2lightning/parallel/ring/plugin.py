@@ -13,11 +13,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rl2lightning.models.blocks import BackendName, installed
+from rl2lightning.models.blocks import BackendName
 from rl2lightning.models.packed import Pack, layout_of, pack, with_layout
 from rl2lightning.models.policy import PackedModel
 from rl2lightning.parallel.ring.attention import RingedAttention, TransportName
 from rl2lightning.parallel.ring.layout import zigzag
+from rl2lightning.parallel.ring.transports import Package
 from rl2lightning.types import Sequences
 
 _LONGEST_DECIDES = {"dynamic", "longrope"}  # rotary embeddings that look at the longest position at hand
@@ -61,11 +62,8 @@ class RingAttention(LayerSync):
     def apply(self, model: nn.Module) -> nn.Module:
         """Gives every packed model inside the LightningModule this plugin's way of packing a micro-batch."""
         assert isinstance(model, LightningModule)
-        if self.transport == "package" and not installed("ring-flash-attn"):
-            raise ValueError(
-                "RingAttention.transport='package' needs ring-flash-attn, which is not installed "
-                "(pip install 'rl2lightning[ring]'); or set it to 'ring'"
-            )
+        if self.transport == "package":
+            Package.refuse_if_missing()
         mesh = model.device_mesh
         group = mesh["context"].get_group() if mesh is not None and mesh["context"].size() > 1 else None
         for inner in model.modules():

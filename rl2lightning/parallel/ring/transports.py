@@ -251,12 +251,17 @@ class Package(Transport):
     group: ProcessGroup
     name = "package"
 
-    def backend(self, name: BackendName, q: Tensor, spec: AttentionSpec, rows: CutRows) -> BlockBackend:
+    @staticmethod
+    def refuse_if_missing() -> None:
+        """Raises where the package is not installed."""
         if not installed("ring-flash-attn"):
             raise ValueError(
                 "transport 'package' needs ring-flash-attn, which is not installed (pip install 'rl2lightning[ring]'); "
                 "or set RingAttention.transport to 'ring'"
             )
+
+    def backend(self, name: BackendName, q: Tensor, spec: AttentionSpec, rows: CutRows) -> BlockBackend:
+        self.refuse_if_missing()
         if spec.window is not None or spec.softcap is not None:
             raise ValueError(
                 "transport 'package' has neither windows nor soft-capping, which this model needs; "
