@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -397,7 +398,11 @@ def _destroy_groups() -> None:
     if dist.is_initialized():
         with suppress(Exception):
             if dist.get_world_size() > 1:
-                dist.all_reduce(torch.zeros(1))
+                dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_initialized() else None)
+        # A thread of gloo releases the tensors of a collective after that has returned, for which it needs the
+        # interpreter's lock; where the interpreter has ended by then, the process aborts. Nothing tells of these
+        # threads, and they end only with the last reference to their group; they need microseconds.
+        time.sleep(0.1)
         with suppress(Exception):
             dist.destroy_process_group()
 
