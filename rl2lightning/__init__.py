@@ -18,7 +18,7 @@ _PUBLIC = {
     "SFT": "algorithms.sft",
     "GRPO": "algorithms.grpo",
     "PostTrainingModule": "algorithms.base",
-    "OptimizerConfig": "algorithms.base",
+    "OptimizerConfig": "algorithms.optimizer",
     "FSDP2TPStrategy": "parallel.strategy",
     "RingAttention": "parallel.ring.plugin",
     "ChatDataModule": "data.datamodules",

@@ -125,7 +125,9 @@ class Trajectory:
 _TOKEN_FIELDS = (
     "rewards", "rollout_logps", "old_logps", "ref_logps", "values", "advantages", "returns", "weights",
 )  # fmt: skip
-_SEQUENCE_FIELDS = ("group_ids", "trajectory_ids", "truncated", "labels", "margins", "weight_version")
+_SEQUENCE_FIELDS = (
+    "group_ids", "trajectory_ids", "truncated", "labels", "margins", "weight_version", "sequence_weights",
+)  # fmt: skip
 
 
 @dataclass
@@ -153,6 +155,7 @@ class Sequences:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     weights: Tensor | None = None  # each token's share of the step's loss, so that loss = sum(weights * x)
+    sequence_weights: Tensor | None = None  # [B] float, each sequence's share, of a loss that has one value for each
     temperature: float = 1.0
     layout: Any = None  # models.packed.PackedLayout of a micro-batch that is ready to run
 
@@ -296,16 +299,16 @@ class Sequences:
         )
 
     @staticmethod
-    def dummy(like: Sequences) -> Sequences:
-        """One short sequence without actions and the same fields: what a rank without work runs for the collectives."""
-        zeros = torch.zeros(2)
-        optional: dict[str, Any] = {name: zeros.to(x.dtype) for name, x in like.token_fields().items()}
-        optional |= {name: torch.zeros(1, dtype=x.dtype) for name, x in like.sequence_fields().items()}
-        optional["group_ids"] = torch.full((1,), -1)
+    def dummy(like: Sequences, num_sequences: int = 1) -> Sequences:
+        """Short sequences without actions and the same fields: what a rank without work runs for the collectives."""
+        n = 2 * num_sequences
+        optional: dict[str, Any] = {name: torch.zeros(n, dtype=x.dtype) for name, x in like.token_fields().items()}
+        optional |= {name: torch.zeros(num_sequences, dtype=x.dtype) for name, x in like.sequence_fields().items()}
+        optional["group_ids"] = torch.full((num_sequences,), -1)
         return like.replace(
-            input_ids=torch.zeros(2, dtype=torch.long),
-            action_mask=torch.zeros(2, dtype=torch.bool),
-            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+            input_ids=torch.zeros(n, dtype=torch.long),
+            action_mask=torch.zeros(n, dtype=torch.bool),
+            cu_seqlens=torch.arange(0, n + 1, 2, dtype=torch.int32),
             **optional,
         )
 

@@ -4,70 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
-from rl2lightning.algorithms.metrics import StepMetrics
+from rl2lightning.algorithms.metrics import StepMetrics, share_of_loss
+from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, adamw
 from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.attention import move
 from rl2lightning.models.build import copy_generation_config, full_weights, load_config, resolve_model
-from rl2lightning.models.policy import Policy
+from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.seeding import run_seed
 from rl2lightning.types import PromptBatch, SamplingParams, Sequences, Trajectory
 
 LossLevel = Literal["token", "sequence", "constant"]
-LossFn = Callable[[Sequences], tuple[Tensor, dict[str, Tensor]]]  # micro-batch -> loss [n], diagnostics
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its learning-rate schedule.
-
-    Args:
-        lr: peak learning rate.
-        betas: decay of the running averages of the gradient and its square.
-        eps: term added to the denominator.
-        weight_decay: decoupled weight decay, on matrices only (not on norms and biases).
-        schedule: shape after the warm-up.
-        warmup_ratio: share of all optimizer steps spent warming up linearly.
-        min_lr_ratio: where linear and cosine end, as a share of `lr`.
-    """
-
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_ratio: float = 0.03
-    min_lr_ratio: float = 0.0
-
-    def lr_at(self, step: int, num_steps: int) -> float:
-        """Share of `lr` at a step counted from 0; the warm-up reaches 1 on its last step."""
-        warmup = math.ceil(self.warmup_ratio * num_steps)
-        if step < warmup:
-            return (step + 1) / warmup
-        if self.schedule == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        shape = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * shape
+# micro-batch -> unreduced loss, diagnostics; of a loss with two normalisations, both parts, which are added up
+LossFn = Callable[[Sequences], tuple[Tensor | tuple[Tensor, Tensor], dict[str, Tensor]]]
 
 
 class PostTrainingModule(L.LightningModule):
     """Base of the algorithms: a policy, its optimizer, and one optimizer step per Trainer batch.
 
-    A subclass writes `training_step` and a loss that returns unreduced values, one per token; `update` does the rest.
+    A subclass writes `training_step` and a loss that returns unreduced values, one per token or one per sequence;
+    `update` does the rest. One that trains another model than the policy, or several, says so in `build_models`.
 
     Args:
         model: directory or hub name of a Hugging Face causal LM.
@@ -90,7 +60,7 @@ class PostTrainingModule(L.LightningModule):
         self,
         model: str,
         random_init: bool = False,
-        optimizer: OptimizerConfig = OptimizerConfig(),
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - frozen
         max_tokens_per_device: int = 16384,
         max_inference_tokens_per_device: int | None = None,
         max_grad_norm: float | None = 1.0,
@@ -112,8 +82,11 @@ class PostTrainingModule(L.LightningModule):
         self._directory: str | None = None
         self.eval_sampling = eval_sampling or SamplingParams(temperature=0.0)
         self.num_tokens_in_step = 0  # of the last optimizer step, over all processes
+        self.make_guard = partial(NonFiniteGuard, max_nonfinite_steps)
+        self.make_guard()  # which says so where the number makes no sense
         self.policy: Policy | None = None
-        self.guard = NonFiniteGuard(max_nonfinite_steps)
+        # by the name of the submodule; the first is the one whose steps are counted
+        self.trained: dict[str, Trained] = {}
 
     # ---- models and files
 
@@ -139,15 +112,30 @@ class PostTrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         ignore_misplaced_advice()
-        if self.policy is None:  # Lightning calls this again for every fit, validate, …
-            self.policy = self.build_policy(trainable=True)
-            num_parameters = sum(p.numel() for p in self.policy.parameters())
+        if not self.trained:  # Lightning calls this again for every fit, validate, …
+            self.build_models()
+            model = self.primary.model
+            num_parameters = sum(p.numel() for p in model.parameters())
             axes = zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True)  # type: ignore[union-attr, arg-type]
             mesh = ", ".join(f"{name} {size}" for name, size in axes if size > 1) or "one process"
             rank_zero_info(
-                f"{type(self).__name__} of {type(self.policy.lm).__name__}: {num_parameters / 1e6:,.2f} M parameters, "
+                f"{type(self).__name__} of {type(model.lm).__name__}: {num_parameters / 1e6:,.2f} M parameters, "
                 f"{self.trainer.precision}, {self.device}, {mesh}"
             )
+
+    def build_models(self) -> None:
+        """Makes the models that learn and hands each to `train_model`, first the one whose steps are counted."""
+        self.policy = self.build_policy(trainable=True)
+        self.train_model("policy", self.policy, self.optimizer_config)
+
+    def train_model(self, name: str, model: PackedModel, optimizer: OptimizerConfig) -> None:
+        """Gives the submodule `name` an optimizer; `update(..., name)` steps it."""
+        self.trained[name] = Trained(model, optimizer, self.make_guard())
+
+    @property
+    def primary(self) -> Trained:
+        """The model whose optimizer steps are the Trainer's `global_step`."""
+        return next(iter(self.trained.values()))
 
     def build_policy(self, *, trainable: bool) -> Policy:
         return self.strategy.build_policy(
@@ -170,29 +158,30 @@ class PostTrainingModule(L.LightningModule):
         copy_generation_config(source, directory)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["nonfinite_steps"] = self.guard.state_dict()
+        checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "nonfinite_steps" in checkpoint:  # not in those of version 0.1.0
-            self.guard.load_state_dict(checkpoint["nonfinite_steps"])
+        for name, state in checkpoint.get("nonfinite_steps", {}).items():  # not in those of version 0.1.0
+            self.trained[name].guard.load_state_dict(state)
 
     # ---- optimizers
 
     def configure_optimizers(self) -> Any:
-        assert self.policy is not None
-        config = self.optimizer_config
-        parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        # fused: one kernel, and it can skip a step on the device
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         num_steps = self.trainer.estimated_stepping_batches
         if not math.isfinite(num_steps):
             raise ValueError("the schedule needs an end: set trainer.max_steps or trainer.max_epochs")
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_at(step, int(num_steps)))
-        return [optimizer], [{"scheduler": schedule, "interval": "step", "name": "train/learning_rate"}]
+        optimizers, schedules = [], []
+        for name, trained in self.trained.items():
+            optimizer = adamw(trained)
+            share = partial(trained.optimizer.lr_at, num_steps=int(num_steps))
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+            optimizers.append(optimizer)
+            schedules.append({"scheduler": schedule, "interval": "step", "name": self._logged("learning_rate", name)})
+        return optimizers, schedules
+
+    def _logged(self, metric: str, name: str) -> str:
+        """What a metric of a model's update is logged as: only those of the models beside the first bear its name."""
+        return f"train/{metric}" if self.trained[name] is self.primary else f"train/{name}_{metric}"
 
     # ---- forward
 
@@ -212,17 +201,23 @@ class PostTrainingModule(L.LightningModule):
             seqs.lengths.tolist(),
             max_tokens=max_tokens * self.strategy.context,  # those processes share a micro-batch
             multiple_of=self.strategy.data_size,
+            units=self.units(seqs),
             setting=("max_tokens_per_device" if training else "max_inference_tokens_per_device"),
         )
         share = len(plan) // self.strategy.data_size
         return plan[self.strategy.data_rank * share : (self.strategy.data_rank + 1) * share]
 
-    def ready(self, seqs: Sequences, plan: Iterable[list[int]]) -> Iterator[Sequences]:
+    def units(self, seqs: Sequences) -> list[list[int]] | None:
+        """Which sequences share a micro-batch because their loss needs them all; None: each stands for itself."""
+        return None
+
+    def ready(self, model: PackedModel, seqs: Sequences, plan: Iterable[list[int]]) -> Iterator[Sequences]:
         """The planned micro-batches on the device; an empty one is a dummy: all ranks run the same collectives."""
-        assert self.policy is not None
+        units = self.units(seqs)
+        dummy = Sequences.dummy(seqs, num_sequences=len(units[0]) if units else 1)
         for indices in plan:
-            part = seqs.select(indices) if indices else Sequences.dummy(seqs)
-            yield self.policy.pack(part, self.device, self.strategy.compute_dtype)
+            part = seqs.select(indices) if indices else dummy
+            yield model.pack(part, self.device, self.strategy.compute_dtype)
 
     # ---- validation, test and prediction sample completions, which the RolloutCallback does before these are called
 
@@ -237,91 +232,134 @@ class PostTrainingModule(L.LightningModule):
     # ---- one optimizer step
 
     def update(
-        self, seqs: Sequences | None, loss_fn: LossFn, *, level: LossLevel = "token", length: int | None = None
-    ) -> None:
-        """One optimizer step of the policy on `seqs`, the whole step's sequences, the same on every process.
+        self,
+        seqs: Sequences | None,
+        loss_fn: LossFn,
+        name: str | None = None,
+        *,
+        level: LossLevel = "token",
+        length: int | None = None,
+    ) -> dict[str, Tensor]:
+        """One optimizer step on `seqs`, the whole step's sequences, the same on every process.
 
         The loss is sum(weights * x) over all tokens of the step, where the weights depend on `level` alone; so neither
         micro-batches nor processes nor packing can change it.
 
         Args:
             seqs: what to learn from; None or without actions: a step that changes nothing but is counted.
-            loss_fn: micro-batch -> unreduced loss [n] and diagnostics: [n] are averaged with the same weights, of
-                scalars the maximum is logged.
+            loss_fn: micro-batch -> unreduced loss and diagnostics. Loss: [n], one value per token, or [B], one per
+                sequence (pairs, too), or one of each, to be added. Diagnostics [n] and [B] are averaged with the same
+                weights, of scalars the maximum is logged.
+            name: the submodule that learns; None: the first of `trained`.
             level: token: mean over tokens. sequence: mean over sequences of their means. constant: sum over
-                (sequences * `length`).
+                (sequences * `length`). Values per sequence are averaged over sequences whatever it is.
+
+        Returns:
+            the reduced loss and diagnostics, on the device; empty for a step that changed nothing.
         """
+        name = next(iter(self.trained)) if name is None else name
+        index, trained = list(self.trained).index(name), self.trained[name]
         if seqs is not None:
             seqs = self.worth_a_pass(self._weighted(seqs.to("cpu"), level, length))  # planned in host memory
-        self.num_tokens_in_step = 0 if seqs is None else seqs.num_tokens
-        self.log("train/learning_rate", self.optimizers().param_groups[0]["lr"], batch_size=1)  # type: ignore[union-attr]
+        optimizer, scheduler = self._optimizer(index)
+        self.log(self._logged("learning_rate", name), optimizer.param_groups[0]["lr"], batch_size=1)
+        if index == 0:
+            self.num_tokens_in_step = 0 if seqs is None else seqs.num_tokens
         if seqs is None or not bool(seqs.action_mask.any()):
-            self._step()  # gradients are None: nothing moves, but the step counts
-            return
-        assert self.policy is not None
+            self._step(trained, optimizer, scheduler)  # gradients are None: nothing moves, but the step counts
+            return {}
         plan = self.micro_batches(seqs, training=True)
         metrics = StepMetrics()
-        for i, micro in enumerate(self.ready(seqs, plan)):
-            with self.strategy.gradient_sync(self.policy, i == len(plan) - 1):
-                values, diagnostics = loss_fn(micro)
-                assert micro.weights is not None
-                loss = (values * micro.weights).sum()
+        for i, micro in enumerate(self.ready(trained.model, seqs, plan)):
+            with self.strategy.gradient_sync(trained.model, i == len(plan) - 1):
+                loss, diagnostics = self._share(micro, loss_fn)
                 self.manual_backward(loss * self.strategy.gradient_scale)
-            metrics.add(loss, micro.weights, diagnostics)
+            metrics.add(loss, micro, diagnostics)
         logged = metrics.reduce(self.strategy)
-        norm = self.strategy.clip_grad_norm(self.policy, self.max_grad_norm)
-        self._step(finite=torch.isfinite(norm) & torch.isfinite(logged["loss"]))
-        logged |= {"grad_norm": norm, "skipped_steps": self.guard.skipped}
-        self.log_dict({f"train/{name}": x for name, x in logged.items() if name != "loss"}, batch_size=1)
-        self.log("train/loss", logged["loss"], prog_bar=self.loss_in_progress_bar, batch_size=1)
+        norm = self.strategy.clip_grad_norm(trained.model, self.max_grad_norm)
+        self._step(trained, optimizer, scheduler, finite=torch.isfinite(norm) & torch.isfinite(logged["loss"]))
+        extra = {"grad_norm": norm, "skipped_steps": trained.guard.skipped}
+        self.log_dict({self._logged(k, name): x for k, x in (logged | extra).items() if k != "loss"}, batch_size=1)
+        shown = self.loss_in_progress_bar and index == 0
+        self.log(self._logged("loss", name), logged["loss"], prog_bar=shown, batch_size=1)
+        return logged
+
+    @staticmethod
+    def _share(micro: Sequences, loss_fn: LossFn) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's part of the step's loss."""
+        values, diagnostics = loss_fn(micro)
+        parts = values if isinstance(values, tuple) else (values,)
+        return torch.stack([share_of_loss(part, micro) for part in parts]).sum(), diagnostics
 
     def _weighted(self, seqs: Sequences, level: LossLevel, length: int | None = None) -> Sequences:
-        weights = loss_weights(seqs.action_mask, seqs.sequence_ids, len(seqs), level=level, constant_length=length)
-        return seqs.replace(weights=weights)
+        counted = self.counted_tokens(seqs)
+        weights = loss_weights(counted, seqs.sequence_ids, len(seqs), level=level, constant_length=length)
+        return seqs.replace(weights=weights, sequence_weights=torch.full((len(seqs),), 1 / max(1, len(seqs))))
+
+    def counted_tokens(self, seqs: Sequences) -> Tensor:
+        """[N] bool: the tokens that a loss per token is averaged over."""
+        return seqs.action_mask
 
     def worth_a_pass(self, seqs: Sequences) -> Sequences:
-        """The sequences of a step that can move the policy; their weights are those within the whole step."""
+        """The sequences of a step that can move the model; their weights are those within the whole step."""
         return seqs
 
     loss_in_progress_bar = True
 
-    def _step(self, finite: Tensor | None = None) -> None:
-        """Steps optimizer and schedule; a step with non-finite gradients is skipped on the device, without a wait."""
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        assert not isinstance(optimizer, list) and scheduler is not None and not isinstance(scheduler, list)
-        self.guard.before_step(optimizer.optimizer, finite)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        scheduler.step()  # type: ignore[call-arg]
-        self.guard.after_step()
+    def _optimizer(self, index: int) -> tuple[LightningOptimizer, LambdaLR]:
+        optimizers, schedulers = self.optimizers(), self.lr_schedulers()
+        if not isinstance(optimizers, list):
+            optimizers, schedulers = [optimizers], [schedulers]  # type: ignore[assignment, list-item]
+        assert isinstance(schedulers, list)
+        return optimizers[index], schedulers[index]  # type: ignore[return-value]
 
-    def evaluate(self, seqs: Sequences, loss_fn: LossFn, *, level: LossLevel = "token") -> dict[str, Tensor]:
+    def _step(
+        self, trained: Trained, optimizer: LightningOptimizer, scheduler: LambdaLR, finite: Tensor | None = None
+    ) -> None:
+        """Steps optimizer and schedule; a step with non-finite gradients is skipped on the device, without a wait."""
+        trained.guard.before_step(optimizer.optimizer, finite)
+        # Lightning counts the steps it is asked for: those of the first model
+        (optimizer if trained is self.primary else optimizer.optimizer).step()
+        optimizer.zero_grad(set_to_none=True)
+        scheduler.step()
+        trained.guard.after_step()
+
+    def evaluate(
+        self, seqs: Sequences, loss_fn: LossFn, name: str | None = None, *, level: LossLevel = "token"
+    ) -> dict[str, Tensor]:
         """Loss and diagnostics of `seqs` without gradients, reduced exactly as `update` does."""
-        assert self.policy is not None
+        model = (self.primary if name is None else self.trained[name]).model
         seqs = self._weighted(seqs.to("cpu"), level)
         metrics = StepMetrics()
-        with self.strategy.scoring(self.policy):
-            for micro in self.ready(seqs, self.micro_batches(seqs, training=False)):
-                values, diagnostics = loss_fn(micro)
-                assert micro.weights is not None
-                metrics.add((values * micro.weights).sum(), micro.weights, diagnostics)
+        with self.strategy.scoring(model):
+            for micro in self.ready(model, seqs, self.micro_batches(seqs, training=False)):
+                loss, diagnostics = self._share(micro, loss_fn)
+                metrics.add(loss, micro, diagnostics)
         return metrics.reduce(self.strategy)
 
-    def score(self, model: nn.Module, seqs: Sequences) -> Tensor:
-        """Log-probs [N] of the actions of all `seqs` under `model`, on the CPU of every process, without gradients."""
-        assert isinstance(model, Policy)
+    def score(self, model: PackedModel, seqs: Sequences) -> Tensor:
+        """What `model` says of the actions of all `seqs`, [N] on the CPU of every process, without gradients.
+
+        Log-probs of a policy, values of a critic.
+        """
+
+        def numbers(micro: Sequences) -> Tensor:
+            if isinstance(model, Policy):
+                return self.logps(micro, model=model)[0]
+            return model(micro, at="actions")
+
         out = torch.zeros(seqs.num_tokens, device=self.device)
         plan = self.micro_batches(seqs, training=False)
         starts = seqs.cu_seqlens[:-1].long()
         with self.strategy.scoring(model):
-            for indices, micro in zip(plan, self.ready(seqs, plan), strict=True):
-                logps, _ = self.logps(micro, model=model)
+            for indices, micro in zip(plan, self.ready(model, seqs, plan), strict=True):
+                scored = numbers(micro)
                 if not indices:
                     continue
                 lengths = seqs.lengths[indices]
                 offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
                 tokens = starts[indices].repeat_interleave(lengths) + offsets
-                out[move(tokens, self.device)] = logps
+                out[move(tokens, self.device)] = scored
         return self.strategy.sum_over_data(out).cpu()  # every token was scored by one data rank
 
 

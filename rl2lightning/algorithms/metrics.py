@@ -6,21 +6,46 @@ import torch
 from torch import Tensor
 
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
+from rl2lightning.types import Sequences
+
+TOKENS, SEQUENCES = "weight of tokens", "weight of sequences"  # sums kept beside those of the diagnostics
+
+
+def share_of_loss(values: Tensor, micro: Sequences) -> Tensor:
+    """The part of the step's loss that unreduced values have: [n], one per token, or [B], one per sequence."""
+    return (values * weights_of(values, micro)).sum()
+
+
+def weights_of(values: Tensor, micro: Sequences) -> Tensor:
+    assert micro.weights is not None and micro.sequence_weights is not None, "`update` and `evaluate` set them"
+    if values.numel() == micro.num_tokens:  # a sequence has two tokens at least, so the two are never as many
+        return micro.weights
+    if values.numel() == len(micro):
+        return micro.sequence_weights
+    raise ValueError(
+        f"a loss returned {values.numel()} values for {len(micro)} sequences of {micro.num_tokens} tokens in all: it "
+        "must return one for each token or one for each sequence, unreduced"
+    )
 
 
 class StepMetrics:
     """Sums over the micro-batches of a step, kept on the device.
 
-    The loss is sum(weights * x); a diagnostic [n] becomes the mean with the same weights, a scalar the maximum.
+    The loss is sum(weights * x). A diagnostic [n] or [B] becomes the mean with the weights of tokens or of sequences, a
+    scalar the maximum.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
+        self.per_sequence: set[str] = set()
 
-    def add(self, loss: Tensor, weights: Tensor, diagnostics: dict[str, Tensor]) -> None:
-        values = {"loss": loss.detach(), "weight": weights.sum()}
-        values |= {name: (x.detach() * weights).sum() for name, x in diagnostics.items() if x.ndim}
+    def add(self, loss: Tensor, micro: Sequences, diagnostics: dict[str, Tensor]) -> None:
+        means = {name: x.detach() for name, x in diagnostics.items() if x.ndim}
+        assert micro.weights is not None and micro.sequence_weights is not None
+        values = {"loss": loss.detach(), TOKENS: micro.weights.sum(), SEQUENCES: micro.sequence_weights.sum()}
+        values |= {name: share_of_loss(x, micro) for name, x in means.items()}
+        self.per_sequence |= {name for name, x in means.items() if x.numel() == len(micro)}
         for name, x in values.items():
             self.sums[name] = self.sums[name] + x if name in self.sums else x
         for name, x in diagnostics.items():
@@ -30,8 +55,9 @@ class StepMetrics:
     def reduce(self, strategy: FSDP2TPStrategy) -> dict[str, Tensor]:
         """The same on every process; two small all-reduces and no wait for the device."""
         total = dict(zip(self.sums, strategy.sum_over_data(_stack(self.sums)), strict=True))
-        weight = total.pop("weight")
-        reduced = {name: x if name == "loss" else x / weight for name, x in total.items()}
+        tokens, sequences = total.pop(TOKENS), total.pop(SEQUENCES)
+        reduced = {name: x / (sequences if name in self.per_sequence else tokens) for name, x in total.items()}
+        reduced["loss"] = total["loss"]
         if self.maxima:
             reduced |= dict(zip(self.maxima, strategy.max_over_processes(_stack(self.maxima)), strict=True))
         return reduced

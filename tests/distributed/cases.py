@@ -13,7 +13,7 @@ import lightning as L
 import torch
 
 from rl2lightning import GRPO, SFT
-from rl2lightning.algorithms.base import OptimizerConfig
+from rl2lightning.algorithms.optimizer import OptimizerConfig
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences

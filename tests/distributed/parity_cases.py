@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from rl2lightning import GRPO, RingAttention
-from rl2lightning.algorithms.base import LossLevel, OptimizerConfig
+from rl2lightning.algorithms.base import LossLevel
+from rl2lightning.algorithms.optimizer import OptimizerConfig
 from rl2lightning.functional.losses import sft_loss
 from rl2lightning.models.attention import keep_attention
 from rl2lightning.models.build import decoder_blocks, full_weights, init_weights, load_config, own_part
