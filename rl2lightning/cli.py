@@ -23,7 +23,7 @@ from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.samples import Samples
 from rl2lightning.callbacks.throughput import Throughput
-from rl2lightning.compat import find_last_checkpoint_with, take_paths_as_they_are
+from rl2lightning.compat import drop_misplaced_messages, find_last_checkpoint_with, take_paths_as_they_are
 from rl2lightning.export import export
 from rl2lightning.parallel.checkpoint import CheckpointError, newest
 from rl2lightning.suggest import shorten, suggest
@@ -63,6 +63,7 @@ class Trainer(L.Trainer):
         if logger is not False and not kwargs.get("fast_dev_run"):
             kwargs["default_root_dir"] = str(kwargs.get("default_root_dir") or "runs")
             kwargs["logger"] = run_loggers(logger, kwargs["default_root_dir"])
+        drop_misplaced_messages()
         super().__init__(*args, **kwargs)
         find_last_checkpoint_with(self, self._last_checkpoint)
 

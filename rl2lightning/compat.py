@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -53,6 +54,23 @@ def ignore_misplaced_advice() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.. is deprecated")
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train_steps")
     warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+
+
+class _Misplaced(logging.Filter):
+    """Advertisement, and what is not so: checkpoints are read with `weights_only=True`, whatever Lightning believes."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return "installing [litlogger]" not in message and "`weights_only` was not set" not in message
+
+
+_MISPLACED = _Misplaced()  # one object: a logger takes the same filter once
+
+
+def drop_misplaced_messages() -> None:
+    """Keeps two lines of Lightning 2.6 out of the terminal. Remove each when Lightning says so no more."""
+    for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
+        logging.getLogger(f"lightning.pytorch.{name}").addFilter(_MISPLACED)
 
 
 def take_paths_as_they_are(parser: Any) -> None:

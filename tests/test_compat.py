@@ -1,6 +1,7 @@
 """Where torch is a CPU build and its companions are for CUDA, what imports them can be imported all the same."""
 
 import importlib.metadata
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,12 @@ def test_only_companions_that_cannot_load_count_as_missing(
     assert ("torchaudio" in sys.modules) == missing
     assert sys.meta_path == finders
     sys.modules.pop("torchaudio", None)
+
+
+def test_an_advertisement_is_dropped_and_what_is_said_beside_it_is_not(caplog) -> None:
+    compat.drop_misplaced_messages()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        logger.info("Tip: try installing [litlogger](https://pypi.org/project/litlogger/)")
+        logger.info("GPU available: False")
+    assert [record.message for record in caplog.records] == ["GPU available: False"]
