@@ -4,215 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-
-from rl2lightning.algorithms.base import LossLevel, PostTrainingModule, require_rollout
-from rl2lightning.estimators import AdvantageEstimator, GroupRelative
-from rl2lightning.policy_losses import (
-    KLPenalty,
-    MismatchCorrection,
-    PolicyLoss,
-    PPOClip,
-    mismatch_max,
-    mismatch_metrics,
-)
-from rl2lightning.seeding import run_seed
-from rl2lightning.types import PromptBatch, SamplingParams, Sequences
+from rl2lightning.algorithms.policy_gradient import PolicyGradient
+from rl2lightning.types import PromptBatch
 
 
-class GRPO(PostTrainingModule):
+class GRPO(PolicyGradient):
     """Policy gradient on groups of samples without a critic (Shao et al., 2024, arXiv:2402.03300).
 
     Samples whose advantage is 0 cost no forward pass where their loss is 0 as well; the means that are logged are over
     the others. The defaults are GRPO; Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO and CISPO are a config each (`configs/`).
 
     Args:
-        sampling: how rollouts are sampled; the loss scores at its temperature.
-        samples_per_prompt: group size.
         updates_per_rollout: optimizer steps per rollout, each on its own share of the samples.
-        advantage: turns rewards into advantages.
-        policy_loss: turns log-probs and advantages into the loss of each token.
-        loss_level: averaging of the loss: over tokens, over sequences, or by a constant (Dr. GRPO).
-        loss_length: with loss_level "constant", tokens a trajectory may have over all turns; None:
-            `sampling.max_tokens` (set it to max_turns times that for several turns).
-        kl: distance to the frozen reference: coefficient (0: no reference model is loaded), estimator, place.
-        entropy_coef: weight of the entropy bonus.
-        log_entropy: measure the entropy although its coefficient is 0; costs one more reduction over the vocabulary.
-        mismatch: importance weights for what differs between rollout engine and trainer; None: only measured.
-        reference_every: copy the policy into the reference every so many optimizer steps; None: never.
-        **kwargs: see `PostTrainingModule`.
+        **kwargs: see `PolicyGradient` and `PostTrainingModule`.
     """
 
-    loss_in_progress_bar = False  # about 0 at every on-policy step; the reward is shown instead
-
-    def __init__(
-        self,
-        *args: Any,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen, as are the next ones
-        samples_per_prompt: int = 8,
-        updates_per_rollout: int = 1,
-        advantage: AdvantageEstimator = GroupRelative(),  # noqa: B008
-        policy_loss: PolicyLoss = PPOClip(),  # noqa: B008
-        loss_level: LossLevel = "sequence",
-        loss_length: int | None = None,
-        kl: KLPenalty = KLPenalty(),  # noqa: B008
-        entropy_coef: float = 0.0,
-        log_entropy: bool = False,
-        mismatch: MismatchCorrection | None = None,
-        reference_every: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        kwargs["eval_sampling"] = kwargs.get("eval_sampling") or SamplingParams(sampling.max_tokens, temperature=0.0)
+    def __init__(self, *args: Any, updates_per_rollout: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if updates_per_rollout < 1 or samples_per_prompt < 1:
+        if updates_per_rollout < 1:
             raise ValueError(
-                f"updates_per_rollout={updates_per_rollout} and samples_per_prompt={samples_per_prompt} "
+                f"updates_per_rollout={updates_per_rollout} and samples_per_prompt={self.samples_per_prompt} "
                 "must be at least 1"
             )
-        if sampling.greedy:
-            raise ValueError("sampling.temperature=0 explores nothing: set a positive temperature for training")
-        if advantage.needs_values:
-            raise ValueError(f"{type(advantage).__name__} needs a critic, which GRPO has not")
-        if mismatch is not None and sampling.truncates_support:
-            raise ValueError(
-                "mismatch correction needs log-probs of the whole distribution: set sampling.top_p to 1, top_k and "
-                "min_p to 0, or mismatch to null"
-            )
-        if mismatch is not None and advantage.corrects_mismatch:
-            raise ValueError(f"{type(advantage).__name__} corrects the rollout mismatch already: set mismatch to null")
-        if reference_every is not None and not kl.coef:
-            raise ValueError(f"reference_every={reference_every} needs a reference: set kl.coef above 0")
-        self.sampling = sampling
-        self.samples_per_prompt = samples_per_prompt
-        self.updates_per_rollout = updates_per_rollout
-        self.advantage, self.policy_loss, self.kl, self.mismatch = advantage, policy_loss, kl, mismatch
-        self.loss_level: LossLevel = loss_level
-        self.loss_length = loss_length or sampling.max_tokens
-        self.entropy_coef, self.log_entropy = entropy_coef, log_entropy
-        self.reference_every = reference_every
-        self.reference = None
-        # a fixed reference is found again in the model directory, so checkpoints leave it out
-        self._set_length = loss_length is not None
-        self.checkpoint_exclude = () if reference_every else ("reference",)
-        self.seed = run_seed()  # of the order in which several updates see a rollout
-        self.experience: Sequences | None = None  # of the rollout in progress, the same on every process
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        fitting = self.trainer.state.fn == TrainerFn.FITTING  # nothing else has a use for the reference
-        if self.kl.enabled and self.reference is None and fitting:
-            self.reference = self.build_policy(trainable=False)
+        if self.advantage.needs_values:
+            raise ValueError(f"{type(self.advantage).__name__} needs a critic, which GRPO has not: use PPO")
+        self.updates_per_rollout = self.mini_batches = updates_per_rollout
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        if batch.first_of_rollout:
-            require_rollout(batch)
-            self.experience = self.learn_from(self.strategy.gather_sequences(batch.rollout))
+        self.prepare(batch)
         share = self.share(self.experience, batch.step_of_rollout)
         self.update(share, self.loss, level=self.loss_level, length=self.loss_length)
-        if batch.step_of_rollout == self.updates_per_rollout - 1:
-            self.experience = None
-        self._update_reference()
-
-    def check_turns(self, max_turns: int) -> None:
-        if max_turns > 1 and self.loss_level == "constant" and not self._set_length:
-            raise ValueError(
-                f"loss_level 'constant' divides by the tokens of all turns: with max_turns={max_turns} set "
-                f"model.init_args.loss_length, for instance to {max_turns} * sampling.max_tokens"
-            )
-
-    def learn_from(self, rollout: Sequences | None) -> Sequences | None:
-        """Scores a rollout, computes advantages and shuffles: the experience the next updates share out."""
-        if rollout is None:
-            return None
-        # refilled groups come in another order on every layout; their numbers do not
-        rollout = rollout.select(rollout.group_ids.argsort(stable=True))
-        seqs = self.advantage(self.score_rollout(rollout))
-        if self.kl.place == "advantage" and self.kl.coef:
-            assert seqs.advantages is not None
-            seqs = seqs.replace(advantages=seqs.advantages - self.kl.coef * self._old_kl(seqs))
-        if self.updates_per_rollout == 1:
-            return seqs
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.trainer.global_step)
-        return seqs.select(torch.randperm(len(seqs), generator=generator))
-
-    def score_rollout(self, seqs: Sequences) -> Sequences:
-        """Adds the log-probs that are needed and no others, and the KL term to the rewards if that is its place."""
-        assert self.policy is not None
-        several = self.updates_per_rollout > 1 and (self.policy_loss.needs_old_logps or self.mismatch is not None)
-        if several or self.kl.needs_old_logps or self.advantage.needs_old_logps:
-            seqs = seqs.replace(old_logps=self.score(self.policy, seqs))
-        if self.reference is not None:
-            seqs = seqs.replace(ref_logps=self.score(self.reference, seqs))
-        if self.kl.enabled and self.kl.place == "reward":
-            assert seqs.rewards is not None
-            seqs = seqs.replace(rewards=seqs.rewards - self.kl.coef * self._old_kl(seqs))
-        return seqs
-
-    def _old_kl(self, seqs: Sequences) -> Tensor:
-        assert seqs.old_logps is not None and seqs.ref_logps is not None
-        kl = self.kl(seqs.old_logps, seqs.ref_logps) * seqs.action_mask
-        self.log("train/kl", kl.sum() / seqs.action_mask.sum(), batch_size=1)
-        return kl
-
-    def share(self, experience: Sequences | None, step: int) -> Sequences | None:
-        """The part of the experience that optimizer step `step` of the rollout learns from."""
-        if experience is None or self.updates_per_rollout == 1:
-            return experience
-        parts = torch.arange(len(experience)).tensor_split(self.updates_per_rollout)
-        return experience.select(parts[step]) if len(parts[step]) else None
-
-    def worth_a_pass(self, seqs: Sequences) -> Sequences:
-        """Without KL and entropy terms, a sequence whose advantages are all 0 has loss 0: no forward is spent on it.
-
-        A subclass with a loss of its own gets every sequence, since its loss may be another.
-        """
-        own_loss = type(self).loss is not GRPO.loss
-        if own_loss or (self.kl.coef and self.kl.place == "loss") or self.entropy_coef or self.log_entropy:
-            return seqs
-        assert seqs.advantages is not None
-        # whatever is not exactly 0 stays, NaN included: that is for the guard to see
-        return seqs.select((seqs.sum_per_sequence(seqs.advantages.abs()) != 0).nonzero().flatten())
-
-    def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
-        """Unreduced loss [n] of a micro-batch and what is logged of it; override it to try another."""
-        logps, entropy = self.logps(seqs, entropy=bool(self.entropy_coef) or self.log_entropy)
-        loss, logged = self.policy_loss(logps, seqs)
-        old_logps = logps.detach() if seqs.old_logps is None else seqs.old_logps  # on-policy: one forward is enough
-        if seqs.rollout_logps is not None:
-            logged |= mismatch_metrics(old_logps, seqs) | {"mismatch_max": mismatch_max(old_logps, seqs)}
-            if self.mismatch is not None:
-                loss = loss * self.mismatch(old_logps, seqs)
-        if self.kl.coef and self.kl.place == "loss":
-            assert seqs.ref_logps is not None
-            kl = self.kl(logps, seqs.ref_logps)
-            loss, logged = loss + self.kl.coef * kl, logged | {"kl": kl}
-        if entropy is not None:
-            logged["entropy"] = entropy
-            if self.entropy_coef:
-                loss = loss - self.entropy_coef * entropy
-        return loss, logged
-
-    def _update_reference(self) -> None:
-        if self.reference_every and self.trainer.global_step % self.reference_every == 0:
-            assert self.reference is not None and self.policy is not None
-            with torch.no_grad():
-                for ours, theirs in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
-                    ours.copy_(theirs)  # both sharded alike: no communication
-
-    # ---- a rollout in progress survives in the checkpoint
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["seed"] = self.seed
-        if self.experience is not None:
-            seqs = self.experience
-            fields = {"input_ids": seqs.input_ids, "action_mask": seqs.action_mask, "cu_seqlens": seqs.cu_seqlens}
-            fields |= seqs.token_fields() | seqs.sequence_fields() | {"temperature": seqs.temperature}
-            checkpoint["experience"] = fields
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self.seed = checkpoint["seed"]
-        self.experience = Sequences(**checkpoint["experience"]) if "experience" in checkpoint else None
+        self.finish(batch)
