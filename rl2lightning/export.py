@@ -15,7 +15,8 @@ def export(
         ckpt_path: a *.ckpt directory of a run.
         output_dir: the directory to make; it must not hold a model yet.
         dtype: type of the stored weights.
-        submodule: which model of the module to export.
+        submodule: which model of the module to export, for instance PPO's critic; one with a scalar head becomes a
+            model for sequence classification.
     """
     import torch
     from transformers import AutoTokenizer
@@ -28,7 +29,8 @@ def export(
     if (output / "config.json").exists():
         raise ValueError(f"'{output}' holds a model already; set --output_dir to a new directory")
     state = load_full_weights(checkpoint, f"{submodule}.lm.")
-    config = load_config(str(checkpoint / "model"))
+    own = checkpoint / "model" / submodule  # where it is of another architecture than the first of the module
+    config = load_config(str(own if own.is_dir() else checkpoint / "model"))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint / "model")
     stored = getattr(torch, dtype)
     save_pretrained(config, {name: x.to(stored) for name, x in state.items()}, str(output), tokenizer=tokenizer)

@@ -55,6 +55,7 @@ class PostTrainingModule(L.LightningModule):
 
     checkpoint_exclude: tuple[str, ...] = ()  # submodules that checkpoints leave out
     updates_per_rollout: int = 1  # optimizer steps a rollout is used for; the data module counts with it
+    predicts_completions: bool = True  # False: `predict_step` gets the held-out rows whole, not their prompts
 
     def __init__(
         self,
@@ -161,8 +162,10 @@ class PostTrainingModule(L.LightningModule):
         checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for name, state in checkpoint.get("nonfinite_steps", {}).items():  # not in those of version 0.1.0
-            self.trained[name].guard.load_state_dict(state)
+        states = checkpoint.get("nonfinite_steps", {})  # not in those of version 0.1.0
+        for name, trained in self.trained.items():  # fewer than were saved where nothing is to be learned
+            if name in states:
+                trained.guard.load_state_dict(states[name])
 
     # ---- optimizers
 

@@ -126,11 +126,15 @@ class PolicyGradient(PostTrainingModule):
             return None
         # refilled groups come in another order on every layout; their numbers do not
         rollout = rollout.select(rollout.group_ids.argsort(stable=True))
-        seqs = self.advantage(self.score_rollout(rollout))
+        seqs = self.estimate(self.score_rollout(rollout))
         if self.kl.place == "advantage" and self.kl.coef:
             assert seqs.advantages is not None
             seqs = seqs.replace(advantages=seqs.advantages - self.kl.coef * self._old_kl(seqs))
         return self.shuffled(seqs)
+
+    def estimate(self, seqs: Sequences) -> Sequences:
+        """Adds the advantages of a scored rollout."""
+        return self.advantage(seqs)
 
     def shuffled(self, experience: Sequences | None) -> Sequences | None:
         """In the order of this epoch, which depends on the seed of the run and on the step, and on no layout."""

@@ -237,7 +237,10 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, *, clip: flo
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - var(R - V) / var(R) over the mask, a scalar; 1 is a perfect critic, 0 one no better than a constant."""
+    """1 - var(R - V) / var(R) over the mask, a scalar; 1 is a perfect critic, 0 one no better than a constant.
+
+    NaN where all returns are equal: there is nothing to explain.
+    """
     _, residual = masked_moments(returns - values, mask)
     _, spread = masked_moments(returns, mask)
-    return 1 - (residual / spread.clamp(min=1e-8)).square()
+    return torch.where(spread > 1e-8, 1 - (residual / spread.clamp(min=1e-8)).square(), torch.nan)

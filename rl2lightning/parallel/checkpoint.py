@@ -39,7 +39,14 @@ def model_state(model: nn.Module, *, exclude: Sequence[str]) -> dict[str, Any]:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return get_optimizer_state_dict(model, optimizer)
+    """Sharded state by name, of an optimizer that has not stepped yet, too; it is left as it was."""
+    fresh = not optimizer.state
+    state = get_optimizer_state_dict(model, optimizer)
+    if fresh:  # torch has made state by a step with gradients of zero, which must not count
+        for of_parameter in optimizer.state.values():
+            if isinstance(step := of_parameter.get("step"), Tensor):
+                step.zero_()  # the very tensor that `state` holds
+    return state
 
 
 class CheckpointError(RuntimeError):

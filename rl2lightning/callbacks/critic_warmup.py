@@ -1,0 +1,36 @@
+"""`CriticWarmup`: the critic learns what the policy's rollouts are worth before the policy learns from it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning as L
+
+
+class CriticWarmup(L.Callback):
+    """Trains PPO's critic alone for the first optimizer steps of a run, on rollouts of the policy as it is.
+
+    The policy's steps change nothing then, but they count: towards `max_steps` and along its learning-rate schedule.
+    Which steps these are follows from `global_step`, so that a resumed run goes on where it was.
+
+    Args:
+        num_steps: optimizer steps that belong to the critic.
+        target: what it learns. monte_carlo: the return to the end of each trajectory, by plain regression: value
+            pre-training. bootstrapped: what it goes on with afterwards, the returns of `advantage`, clipped.
+    """
+
+    def __init__(self, num_steps: int, target: Literal["monte_carlo", "bootstrapped"] = "monte_carlo") -> None:
+        if num_steps < 1:
+            raise ValueError(f"num_steps={num_steps} of the critic's warm-up must be at least 1; or leave it out")
+        self.num_steps = num_steps
+        self.target: Literal["monte_carlo", "bootstrapped"] = target
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if "critic" not in pl_module.trained:
+            raise ValueError(f"{type(pl_module).__name__} has no critic to warm up: take CriticWarmup out, or use PPO")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.critic_warmup = self.target if trainer.global_step < self.num_steps else None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module.critic_warmup = None  # of another fit another callback decides
