@@ -16,6 +16,7 @@ do_without_companions_for_cuda()  # here, because it must come before Lightning 
 
 _PUBLIC = {
     "SFT": "algorithms.sft",
+    "RM": "algorithms.rm",
     "GRPO": "algorithms.grpo",
     "PostTrainingModule": "algorithms.base",
     "OptimizerConfig": "algorithms.optimizer",

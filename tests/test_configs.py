@@ -18,7 +18,12 @@ CONFIGS = REPO / "configs"
 ALL = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
 COMPLETE = [name for name in ALL if "model" in yaml.safe_load((CONFIGS / name).read_text())]
 FRAGMENTS = sorted(set(ALL) - set(COMPLETE))
-QUICKSTARTS = {f"quickstart/{name}.yaml" for name in ("sft", "grpo", "grpo_vllm", "tools_sft", "tools")}
+QUICKSTARTS = {f"quickstart/{name}.yaml" for name in ("sft", "rm", "grpo", "grpo_vllm", "tools_sft", "tools")}
+KINDS_OF_ROWS = {
+    "ChatDataModule": "conversations",
+    "PreferenceDataModule": "pairs",
+    "PromptDataModule": "prompts",
+}
 WITHOUT_A_PAPER = {"sft.yaml", *QUICKSTARTS, *FRAGMENTS}
 
 
@@ -30,16 +35,23 @@ def _at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with prompts.jsonl and conversations.jsonl."""
+    """A directory with a file of rows for each kind of data module."""
     directory = tmp_path_factory.mktemp("rows")
-    for name in ("prompts", "conversations"):
+    for name in KINDS_OF_ROWS.values():
         with (directory / f"{name}.jsonl").open("w") as file:
             for i in range(20):
                 messages = [{"role": "user", "content": f"{i}+1="}]
                 if name == "conversations":
                     messages.append({"role": "assistant", "content": str(i + 1)})
-                file.write(json.dumps({"messages": messages, "answer": str(i + 1)}) + "\n")
+                answers = {"chosen": str(i + 1), "rejected": str(i)} if name == "pairs" else {"answer": str(i + 1)}
+                file.write(json.dumps({"messages": messages, **answers}) + "\n")
     return directory
+
+
+def kind_of_rows(name: str) -> str:
+    """What the data module of a config reads; a fragment comes behind SFT's."""
+    config = yaml.safe_load((CONFIGS / (name if name in COMPLETE else "sft.yaml")).read_text())
+    return KINDS_OF_ROWS[config["data"]["class_path"].rpartition(".")[2]]
 
 
 def with_fragments(name: str) -> list[str]:
@@ -149,11 +161,11 @@ def small(name: str, tiny_model: str, rows: Path, root: Path) -> list[str]:
         f"--trainer.default_root_dir={root}",
         "--model.max_tokens_per_device=200",
     ]
-    supervised = "sft" in name or name in FRAGMENTS
+    kind = kind_of_rows(name)
+    supervised = kind != "prompts"
     arguments += ["--data.batch_size=4", "--data.max_length=32"] if supervised else ["--data.prompts_per_rollout=8"]
     if name.startswith("quickstart"):  # with its own model and data
         return [*arguments, "--data.val_ratio=0.001"]
-    kind = "conversations" if supervised else "prompts"
     arguments += [f"--model.model={tiny_model}", f"--data.path={rows}/{kind}.jsonl", "--data.val_ratio=0.1"]
     return arguments if supervised else [*arguments, "--model.sampling.max_tokens=4", "--model.samples_per_prompt=4"]
 

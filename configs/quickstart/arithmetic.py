@@ -1,9 +1,11 @@
 """Additions like `37+58=` -> `95`: a data set small enough to learn from nothing, on a laptop, in a minute or two.
 
-`conversations` shows the answers (for supervised training), `prompts` asks for them and `reward_fn` marks what comes
-back (for reinforcement learning). Both list the same 10,000 problems in the same order, so that the same `split_seed`
-and `val_ratio` hold out the same ones in both.
+`conversations` shows the answers (for supervised training), `pairs` sets a wrong one against each (for preferences),
+`prompts` asks for them and `reward_fn` marks what comes back (for reinforcement learning). All list the same 10,000
+problems in the same order, so that the same `split_seed` and `val_ratio` hold out the same ones.
 """
+
+import random
 
 PROBLEMS = [(a, b) for a in range(100) for b in range(100)]
 
@@ -22,6 +24,23 @@ def conversations():
         {**row, "messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]}
         for row in prompts()
     ]  # fmt: skip
+
+
+def pairs():
+    """Rows for PreferenceDataModule: the right answer, and a number that is not."""
+    rng = random.Random(0)
+    return [
+        {"messages": row["messages"], "chosen": row["answer"], "rejected": _wrong(row["answer"], rng)}
+        for row in prompts()
+    ]  # fmt: skip
+
+
+def _wrong(answer, rng):
+    """A digit of the answer is another, there is one more, or it is the answer to something else."""
+    i, digit = rng.randrange(len(answer)), rng.choice("0123456789")
+    a, b = rng.choice(PROBLEMS)
+    wrong = rng.choice([answer[:i] + digit + answer[i + 1 :], answer[:i] + digit + answer[i:], str(a + b)])
+    return wrong if wrong != answer else _wrong(answer, rng)
 
 
 def reward_fn(messages, answer):

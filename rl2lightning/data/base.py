@@ -113,8 +113,9 @@ class RowDataModule(L.LightningDataModule):
     def test_dataloader(self) -> Any:
         return self._held_out(self._encoder)
 
-    def predict_dataloader(self) -> StepLoader[PromptBatch]:
-        return self._held_out(PromptsOf(self._encoder))
+    def predict_dataloader(self) -> StepLoader[Any]:
+        samples = self._trainer.lightning_module.predicts_completions
+        return self._held_out(PromptsOf(self._encoder) if samples else self._encoder)
 
     def state_dict(self) -> dict[str, Any]:
         return {
