@@ -9,6 +9,7 @@ by any of 300 stop tokens (mean length about 430). `--shape 7b` is the Qwen2.5-7
 """
 
 import argparse
+import copy
 import os
 import tempfile
 import time
@@ -74,15 +75,15 @@ def used(device: torch.device) -> float:
 
 
 @torch.no_grad()
-def gaps(model, completions: list[Completion]) -> torch.Tensor:
-    """|log-prob of the engine - that of a plain bf16 forward| of every token."""
+def logps(model, completions: list[Completion]) -> torch.Tensor:
+    """Log-probs of every token by a plain forward pass of each completion."""
     found = []
     for c in completions:
         ids = torch.tensor([c.prompt_ids + c.token_ids], device=model.device)
         logits = model(input_ids=ids).logits[0, len(c.prompt_ids) - 1 : -1].float()
         chosen = torch.tensor(c.token_ids, device=model.device)[:, None]
-        found.append(logits.log_softmax(-1).gather(-1, chosen)[:, 0].cpu() - torch.tensor(c.logps))
-    return torch.cat(found).abs()
+        found.append(logits.log_softmax(-1).gather(-1, chosen)[:, 0].cpu())
+    return torch.cat(found)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -124,7 +125,7 @@ def main(args: argparse.Namespace) -> None:
         model = Qwen2ForCausalLM(config).bfloat16().eval()
     trainers = used(device) - asleep
 
-    rows, num_tokens = [], 0
+    rows, num_tokens, rounding = [], 0, torch.zeros(())
     for step in range(args.steps):
         with clock("push"):
             engine.update_weights(model.named_parameters(), version=step)
@@ -137,10 +138,14 @@ def main(args: argparse.Namespace) -> None:
             engine.sleep()
         if completions is not None:
             num_tokens = sum(len(c.token_ids) for c in completions)
-            found = gaps(model, completions[:: max(1, len(completions) // 8)])
+            some = completions[:: max(1, len(completions) // 8)]
+            plain = logps(model, some)
+            found = (plain - torch.tensor([x for c in some for x in c.logps])).abs()
             rows.append(
                 (step, *(clock.seconds[n][-1] for n in ("push", "wake", "generate", "sleep")), num_tokens, found)
             )
+            if step == args.steps - 1:  # what bf16 alone does to these log-probs
+                rounding = (plain - logps(copy.deepcopy(model).float(), some)).abs().mean()
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.01)
@@ -149,18 +154,28 @@ def main(args: argparse.Namespace) -> None:
     assert dist.is_initialized(), "the trainer's process group went with the engine"
     dist.barrier(device_ids=[device.index] if on_gpu else None)
     if dist.get_rank() == 0:
-        report(args, clock, rows, awake=awake, asleep=asleep, held=held)
+        report(args, clock, rows, awake=awake, asleep=asleep, held=held, rounding=float(rounding))
     dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, clock: Clock, rows: list, *, awake: float, asleep: float, held: float) -> None:
+def report(
+    args: argparse.Namespace,
+    clock: Clock,
+    rows: list,
+    *,
+    awake: float,
+    asleep: float,
+    held: float,
+    rounding: float,
+) -> None:
     from importlib.metadata import version
 
     packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
     print(
         f"\n{args.shape}, tensor {args.tensor}, {dist.get_world_size()} processes, {packages}; "
         f"start {clock.seconds['start'][0]:.1f} s; GiB in use: awake {awake:.1f}, asleep {asleep:.1f} before and "
-        f"{held:.1f} after the rollouts (the trainer's model not counted)\n"
+        f"{held:.1f} after the rollouts (the trainer's model not counted); mean gap of "
+        f"plain bf16 and fp32 forwards {rounding:.3f}\n"
         "| step | push s | wake s | generate s | tok/s | mean length | sleep s | mean gap | max gap |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )
