@@ -145,7 +145,7 @@ class Sequences:
     trajectory_ids: Tensor | None = None  # [B] long; None: each sequence is a trajectory of its own
     truncated: Tensor | None = None  # [B] bool
     labels: Tensor | None = None  # [B] bool, desirable or not (KTO), chosen or not (pairs)
-    margins: Tensor | None = None  # [B] float
+    margins: Tensor | None = None  # [B] float, by how much the chosen half of a pair is better; NaN: not known
     weight_version: Tensor | None = None  # [B] long, optimizer step of the weights that generated it
     rewards: Tensor | None = None  # [N] float, and so on
     rollout_logps: Tensor | None = None

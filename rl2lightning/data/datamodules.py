@@ -78,8 +78,8 @@ class PreferenceDataModule(RowDataModule):
     turns in which two whole conversations agree are the prompt.
 
     Yields `ChatBatch` whose sequences are chosen, rejected, chosen, rejected …: the two of a pair share a group id,
-    `labels` is True for chosen, `margins` is set where the rows have one. Pairs that are alike, or empty, or cut off by
-    `max_length` are dropped and counted.
+    `labels` is True for chosen, `margins` is set where any row has one and NaN for the others. Pairs that are alike, or
+    empty, or cut off by `max_length` are dropped and counted.
 
     Args:
         path: see `RowDataModule`, as for the arguments that are not listed here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -234,13 +235,13 @@ class PreferenceEncoder(RowEncoder):
             truncated += [len(ids) > self.max_length for ids, _ in pair]
         if not halves:
             return ChatBatch(sequences=None, rows=prompts, num_dropped=num_dropped)
-        margins = [margin for _, _, margin in halves]
+        margins = [math.nan if margin is None else margin for _, _, margin in halves]
         sequences = Sequences.from_lists(
             [ids for _, (ids, _), _ in halves],
             [mask for _, (_, mask), _ in halves],
             [position for position, _, _ in halves],
             labels=torch.tensor([i % 2 == 0 for i in range(len(halves))]),
-            margins=None if all(m is None for m in margins) else torch.tensor([m or 0.0 for m in margins]),
+            margins=None if all(math.isnan(m) for m in margins) else torch.tensor(margins),
             truncated=torch.tensor(truncated),
         )
         return ChatBatch(sequences=sequences, rows=prompts, num_dropped=num_dropped)

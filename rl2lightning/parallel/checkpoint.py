@@ -188,6 +188,15 @@ def _check_names(weights: dict[str, Any], path: Path) -> None:
             )
 
 
+def model_names(path: Path) -> list[str]:
+    """The submodules whose weights a checkpoint holds."""
+    path = locate(path)
+    check(path)
+    stored = dcp.FileSystemReader(str(path / "dcp")).read_metadata().state_dict_metadata
+    prefix = "state_dict."
+    return sorted({key[len(prefix) : key.index(".lm.")] for key in stored if key.startswith(prefix) and ".lm." in key})
+
+
 def load_full_weights(path: Path, prefix: str) -> dict[str, Tensor]:
     """All weights under `prefix`, whole, in this process alone: for export, without a trainer."""
     path = locate(path)

@@ -244,6 +244,13 @@ PREFERENCES = [
 ]
 
 
+def test_a_pair_without_a_margin_among_others_says_so(tmp_path, make_trainer):
+    rows = [PREFERENCES[0], {"messages": "d", "chosen": "good", "rejected": "bad"}]
+    module = set_up(PreferenceDataModule(write_rows(tmp_path, rows), batch_size=2, val_ratio=0), make_trainer())
+    (batch,) = module.train_dataloader()
+    assert sorted(str(x) for x in batch.sequences.margins.tolist()) == ["0.5", "0.5", "nan", "nan"]
+
+
 def test_preferences_are_consecutive_pairs_and_useless_ones_are_counted(tmp_path, make_trainer, chatml):
     path = write_rows(tmp_path, PREFERENCES)
     module = set_up(PreferenceDataModule(path, batch_size=3, val_ratio=0), make_trainer())
