@@ -17,6 +17,8 @@ do_without_companions_for_cuda()  # here, because it must come before Lightning 
 _PUBLIC = {
     "SFT": "algorithms.sft",
     "RM": "algorithms.rm",
+    "DPO": "algorithms.dpo",
+    "KTO": "algorithms.kto",
     "GRPO": "algorithms.grpo",
     "PostTrainingModule": "algorithms.base",
     "OptimizerConfig": "algorithms.optimizer",
@@ -24,6 +26,7 @@ _PUBLIC = {
     "RingAttention": "parallel.ring.plugin",
     "ChatDataModule": "data.datamodules",
     "PreferenceDataModule": "data.datamodules",
+    "UnpairedDataModule": "data.datamodules",
     "PromptDataModule": "data.datamodules",
     "RolloutCallback": "callbacks.rollout",
     "Samples": "callbacks.samples",

@@ -127,6 +127,7 @@ _TOKEN_FIELDS = (
 )  # fmt: skip
 _SEQUENCE_FIELDS = (
     "group_ids", "trajectory_ids", "truncated", "labels", "margins", "weight_version", "sequence_weights",
+    "ref_sums",
 )  # fmt: skip
 
 
@@ -146,6 +147,7 @@ class Sequences:
     truncated: Tensor | None = None  # [B] bool
     labels: Tensor | None = None  # [B] bool, desirable or not (KTO), chosen or not (pairs)
     margins: Tensor | None = None  # [B] float, by how much the chosen half of a pair is better; NaN: not known
+    ref_sums: Tensor | None = None  # [B] float, ref_logps summed over the actions of each sequence
     weight_version: Tensor | None = None  # [B] long, optimizer step of the weights that generated it
     rewards: Tensor | None = None  # [N] float, and so on
     rollout_logps: Tensor | None = None

@@ -12,7 +12,7 @@ import rl2lightning
 
 PACKAGE = Path(rl2lightning.__file__).parent
 PURE = {"functional", "types"}  # of these, third-party code is torch alone
-ESTIMATORS = {"estimators", "policy_losses", "controllers"}  # small settings over functional
+ESTIMATORS = {"estimators", "policy_losses", "preference_losses", "controllers"}  # small settings over functional
 ALLOWED = {
     "functional": set(),
     "types": set(),
@@ -23,12 +23,14 @@ ALLOWED = {
     "suggest": set(),
     "estimators": {"functional", "types"},
     "policy_losses": {"functional", "types", "estimators"},
+    "preference_losses": {"functional"},
     "controllers": {"functional", "types"},
     "models": {"functional", "types"},
     "parallel": {"models", "functional", "types"},
     "data": {"types", "usercode"},
     "environments": {"types", "usercode", "service"},
-    "rewards": {"types", "usercode", "service", "environments.python_exec"},  # the sandbox, to run code
+    # the sandbox, to run code; conversations as a reward model was trained on them
+    "rewards": {"types", "usercode", "service", "environments.python_exec", "data.chat"},
     "rollout": {"types", "data.chat", "environments", "rewards"},
     "algorithms": {"functional", "types", "models", "parallel", *ESTIMATORS},
     # the RolloutCallback owns engine, environment and rewards, and finds their tokenizer

@@ -30,7 +30,7 @@ def pairs():
     """Rows for PreferenceDataModule: the right answer, and a number that is not."""
     rng = random.Random(0)
     return [
-        {"messages": row["messages"], "chosen": row["answer"], "rejected": _wrong(row["answer"], rng)}
+        {**row, "chosen": row["answer"], "rejected": _wrong(row["answer"], rng)}
         for row in prompts()
     ]  # fmt: skip
 

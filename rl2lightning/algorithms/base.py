@@ -143,6 +143,10 @@ class PostTrainingModule(L.LightningModule):
             self.local_model_path(), random_init=self.random_init, seed=self.init_seed, trainable=trainable
         )
 
+    def build_reference(self) -> Policy:
+        """The policy as it was in the model directory, frozen."""
+        return self.build_policy(trainable=False)
+
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of the policy in the compute type, for an engine; every process must iterate."""
         assert self.policy is not None

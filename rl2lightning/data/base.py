@@ -24,6 +24,8 @@ from rl2lightning.types import ChatBatch, PromptBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_READ_AHEAD = 512  # rows of a batch that nobody learns from
+
 
 class RowDataModule(L.LightningDataModule):
     """What all our data modules share: sources, tokenizer, held-out split, position.
@@ -116,6 +118,17 @@ class RowDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> StepLoader[Any]:
         samples = self._trainer.lightning_module.predicts_completions
         return self._held_out(PromptsOf(self._encoder) if samples else self._encoder)
+
+    def read_ahead(self, *, training: bool) -> list[StepLoader[Any]]:
+        """Loaders of all held-out rows and, if asked for, training rows, each row once; the position stays."""
+        splits = [self.val_split, *([self.train_split] if training else [])]
+        size = max(self.global_batch_size, _READ_AHEAD)
+        batches = [
+            GlobalBatches(split, size, self._encoder, rank=self._rank, size=self._size)
+            for split in splits
+            if len(split)
+        ]
+        return [StepLoader(part, num_workers=self.num_workers) for part in batches]
 
     def state_dict(self) -> dict[str, Any]:
         return {

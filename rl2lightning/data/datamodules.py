@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from rl2lightning.data.base import RowDataModule
 from rl2lightning.data.chat import TrainOn
-from rl2lightning.data.encoders import ChatEncoder, PreferenceEncoder, PromptEncoder, RowEncoder
+from rl2lightning.data.encoders import ChatEncoder, PreferenceEncoder, PromptEncoder, RowEncoder, UnpairedEncoder
 from rl2lightning.data.loader import PromptLoader, StepLoader
 from rl2lightning.data.sources import Rows, Source
 from rl2lightning.types import ChatBatch, PromptBatch, Row
@@ -123,6 +123,68 @@ class PreferenceDataModule(RowDataModule):
             rejected_key=self.rejected_key,
             margin_key=self.margin_key,
         )
+
+    def train_dataloader(self) -> StepLoader[ChatBatch]:
+        return self._training_steps(drop_last=self.drop_last)
+
+
+class UnpairedDataModule(RowDataModule):
+    """Answers that are desirable or not: a prompt in `messages`, one answer in `completion`, true or false in `label`.
+
+    An answer is a string, the messages that follow the prompt, or the whole conversation. Yields `ChatBatch` with one
+    sequence for each, `labels` True for desirable. Answers that are empty or cut off by `max_length` are dropped and
+    counted. Pairs need not be taken apart: for KTO, PreferenceDataModule makes two such samples of each.
+
+    Args:
+        path: see `RowDataModule`, as for the arguments that are not listed here.
+        batch_size: answers of one optimizer step, over all ranks.
+        max_length: tokens after which a sequence is cut.
+        apply_chat_template: False concatenates the contents, for base models.
+        messages_key: column of the prompt, messages or a string.
+        completion_key: column of the answer.
+        label_key: column that says whether it is desirable.
+        drop_last: leave out the incomplete last batch of a pass.
+    """
+
+    def __init__(
+        self,
+        path: str | Source | list[str | Source],
+        batch_size: int = 32,
+        max_length: int = 2048,
+        apply_chat_template: bool = True,
+        messages_key: str = "messages",
+        completion_key: str = "completion",
+        label_key: str = "label",
+        drop_last: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.batch_size = batch_size
+        super().__init__(path, **kwargs)
+        _check_max_length(max_length)
+        self.max_length, self.apply_chat_template, self.drop_last = max_length, apply_chat_template, drop_last
+        self.messages_key, self.completion_key, self.label_key = messages_key, completion_key, label_key
+
+    def make_encoder(self) -> UnpairedEncoder:
+        return UnpairedEncoder(
+            self.load_tokenizer(),
+            max_length=self.max_length,
+            apply_chat_template=self.apply_chat_template,
+            messages_key=self.messages_key,
+            completion_key=self.completion_key,
+            label_key=self.label_key,
+        )
+
+    def setup(self, stage: str) -> None:
+        fresh = self.encoder is None
+        super().setup(stage)
+        if not fresh:
+            return
+        labels = {self.train_split.rows[i][self.label_key] for i in self.train_split.indices}
+        if len(labels) == 1:
+            raise ValueError(
+                f"{self.label_key!r} is {str(labels.pop()).lower()} in all {len(self.train_split)} training rows of "
+                f"{self.path!r}, and both kinds are needed; data.label_key names the column"
+            )
 
     def train_dataloader(self) -> StepLoader[ChatBatch]:
         return self._training_steps(drop_last=self.drop_last)

@@ -225,7 +225,7 @@ class PreferenceEncoder(RowEncoder):
                 row = self.normalise(raw)
                 prompts.append(row)
                 empty = _is_empty(row["chosen"]) or _is_empty(row["rejected"])
-                pair = [] if empty else [self._encode(row, row["chosen"]), self._encode(row, row["rejected"])]
+                pair = [] if empty else [self._encode(row, row[key]) for key in ("chosen", "rejected")]
             cut = [(ids[: self.max_length], mask[: self.max_length]) for ids, mask in pair]
             # a pair that is the same once cut teaches nothing, one without an answer left has no score
             if not cut or cut[0] == cut[1] or not all(any(mask) for _, mask in cut):
@@ -247,17 +247,75 @@ class PreferenceEncoder(RowEncoder):
         return ChatBatch(sequences=sequences, rows=prompts, num_dropped=num_dropped)
 
     def _encode(self, row: Row, continuation: list[Message]) -> Encoded:
-        messages = row["messages"] + continuation
-        turns = [i for i in range(len(row["messages"]), len(messages)) if messages[i]["role"] == "assistant"]
-        encoded = encode_turns(
-            self.tokenizer, messages, turns, apply_chat_template=self.apply_chat_template, tools=row_tools(row)
+        return encode_continuation(self.tokenizer, row, continuation, apply_chat_template=self.apply_chat_template)
+
+
+@dataclass(frozen=True)
+class UnpairedEncoder(RowEncoder):
+    """A prompt with one completion and whether it is desirable; see `UnpairedDataModule` for the arguments."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    apply_chat_template: bool
+    messages_key: str
+    completion_key: str
+    label_key: str
+
+    def normalise(self, row: Row) -> Row:
+        prompt = as_messages(require(row, self.messages_key, "data.messages_key"))
+        completion = require(row, self.completion_key, "data.completion_key")
+        label = require(row, self.label_key, "data.label_key")
+        if not isinstance(label, bool):
+            raise ValueError(f"{self.label_key!r} must be true (desirable) or false, not {label!r}")
+        return {
+            **_without(row, self.messages_key, self.completion_key, self.label_key),
+            "messages": prompt,
+            "completion": _continuation(completion, prompt, self.completion_key),
+            "label": label,
+        }
+
+    def __call__(self, rows: Sequence[PlacedRow]) -> ChatBatch:
+        kept: list[tuple[int, Encoded, bool]] = []
+        truncated: list[bool] = []
+        prompts: list[Row] = []
+        for position, raw, where in rows:
+            with naming(where):
+                row = self.normalise(raw)
+                prompts.append(row)
+                if _is_empty(row["completion"]):
+                    continue
+                ids, mask = encode_continuation(
+                    self.tokenizer, row, row["completion"], apply_chat_template=self.apply_chat_template
+                )
+            if any(mask[: self.max_length]):
+                kept.append((position, (ids[: self.max_length], mask[: self.max_length]), row["label"]))
+                truncated.append(len(ids) > self.max_length)
+        num_dropped = len(rows) - len(kept)
+        if not kept:
+            return ChatBatch(sequences=None, rows=prompts, num_dropped=num_dropped)
+        sequences = Sequences.from_lists(
+            [ids for _, (ids, _), _ in kept],
+            [mask for _, (_, mask), _ in kept],
+            [position for position, _, _ in kept],
+            labels=torch.tensor([label for _, _, label in kept]),
+            truncated=torch.tensor(truncated),
         )
-        if len(encoded) > 1:
-            raise ValueError(
-                "the chat template rewrites earlier turns, so that a continuation of several assistant turns is not "
-                "one sequence: leave one assistant turn after the prompt"
-            )
-        return encoded[0]
+        return ChatBatch(sequences=sequences, rows=prompts, num_dropped=num_dropped)
+
+
+def encode_continuation(
+    tokenizer: PreTrainedTokenizerBase, row: Row, continuation: list[Message], *, apply_chat_template: bool
+) -> Encoded:
+    """A normalised row's prompt and what follows it, its assistant turns trained, as one sequence."""
+    messages = row["messages"] + continuation
+    turns = [i for i in range(len(row["messages"]), len(messages)) if messages[i]["role"] == "assistant"]
+    encoded = encode_turns(tokenizer, messages, turns, apply_chat_template=apply_chat_template, tools=row_tools(row))
+    if len(encoded) > 1:
+        raise ValueError(
+            "the chat template rewrites earlier turns, so that a continuation of several assistant turns is not "
+            "one sequence: leave one assistant turn after the prompt"
+        )
+    return encoded[0]
 
 
 def _continuation(value: Any, prompt: list[Message], key: str) -> list[Message]:

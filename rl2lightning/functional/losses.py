@@ -110,7 +110,7 @@ def kto_reference_point(total: Tensor, count: Tensor) -> Tensor:
 def kto(
     log_ratios: Tensor,
     labels: Tensor,
-    reference_point: Tensor,
+    reference_point: Tensor | float,
     *,
     beta: float,
     desirable_weight: float = 1.0,
