@@ -22,7 +22,8 @@ from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.attention import move
-from rl2lightning.models.build import copy_generation_config, full_weights, load_config, resolve_model
+from rl2lightning.models.build import copy_generation_config, load_config, resolve_model
+from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights, write_config
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.seeding import run_seed
@@ -51,6 +52,7 @@ class PostTrainingModule(L.LightningModule):
             model's own.
         init_seed: seed of random weights; None: that of the run (`seed_everything`).
         eval_sampling: how validation, test and prediction sample; None: greedily.
+        lora: train low-rank adapters on the frozen model instead of its weights; None: all weights.
     """
 
     checkpoint_exclude: tuple[str, ...] = ()  # submodules that checkpoints leave out
@@ -69,11 +71,15 @@ class PostTrainingModule(L.LightningModule):
         tokenizer: str | None = None,
         init_seed: int | None = None,
         eval_sampling: SamplingParams | None = None,
+        lora: LoRAConfig | None = None,
     ) -> None:
         super().__init__()
+        if lora is not None and random_init:
+            raise ValueError("lora adapts a model that knows something: set random_init to false, or lora to null")
         self.automatic_optimization = False
         self.model_path = model
         self.random_init = random_init
+        self.lora = lora
         self.optimizer_config = optimizer
         self.max_tokens_per_device = max_tokens_per_device
         self.max_inference_tokens_per_device = max_inference_tokens_per_device or 2 * max_tokens_per_device
@@ -111,16 +117,26 @@ class PostTrainingModule(L.LightningModule):
     def check_turns(self, max_turns: int) -> None:
         """Raises where the module cannot learn from trajectories of so many turns."""
 
+    def check_partial(self) -> None:
+        """Raises where the module cannot learn from trajectories that several versions of its weights have sampled."""
+
+    @property
+    def structured(self) -> bool:
+        """Whether something is sampled in a structured form."""
+        return self.eval_sampling.structured is not None
+
     def configure_model(self) -> None:
         ignore_misplaced_advice()
         if not self.trained:  # Lightning calls this again for every fit, validate, …
             self.build_models()
             model = self.primary.model
             num_parameters = sum(p.numel() for p in model.parameters())
+            num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            learn = f" ({num_trained / 1e6:,.2f} M learn)" if model.adapters is not None else ""
             axes = zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True)  # type: ignore[union-attr, arg-type]
             mesh = ", ".join(f"{name} {size}" for name, size in axes if size > 1) or "one process"
             rank_zero_info(
-                f"{type(self).__name__} of {type(model.lm).__name__}: {num_parameters / 1e6:,.2f} M parameters, "
+                f"{type(self).__name__} of {type(model.lm).__name__}: {num_parameters / 1e6:,.2f} M parameters{learn}, "
                 f"{self.trainer.precision}, {self.device}, {mesh}"
             )
 
@@ -140,17 +156,25 @@ class PostTrainingModule(L.LightningModule):
 
     def build_policy(self, *, trainable: bool) -> Policy:
         return self.strategy.build_policy(
-            self.local_model_path(), random_init=self.random_init, seed=self.init_seed, trainable=trainable
+            self.local_model_path(),
+            random_init=self.random_init,
+            seed=self.init_seed,
+            trainable=trainable,
+            lora=self.lora if trainable else None,
+            name=self.model_path,
         )
 
     def build_reference(self) -> Policy:
-        """The policy as it was in the model directory, frozen."""
-        return self.build_policy(trainable=False)
+        """The policy as it was in the model directory, frozen: with adapters, the model that they are on."""
+        if self.lora is None:
+            return self.build_policy(trainable=False)
+        assert self.policy is not None
+        return FrozenBase(self.policy)
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of the policy in the compute type, for an engine; every process must iterate."""
         assert self.policy is not None
-        return full_weights(self.policy.lm, self.strategy.compute_dtype)
+        return merged_weights(self.policy, self.strategy.compute_dtype)
 
     def write_model_files(self, directory: Path) -> None:
         """Config and tokenizer of the policy; checkpoints carry them, so that they can be exported alone."""
@@ -161,6 +185,13 @@ class PostTrainingModule(L.LightningModule):
         tokenizer = source if self.tokenizer_path == self.model_path else self.tokenizer_path
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
         copy_generation_config(source, directory)
+        self.write_adapter_configs(directory)
+
+    def write_adapter_configs(self, directory: Path) -> None:
+        """What adapters of each model that learns are on and how they count; for `export`, too."""
+        for name, trained in self.trained.items():
+            if trained.model.adapters is not None:
+                write_config(trained.model.adapters.config, directory / "adapters" / name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}

@@ -82,6 +82,11 @@ class PolicyGradient(PostTrainingModule):
         self.sampling = sampling
         self.samples_per_prompt = samples_per_prompt
         self.advantage, self.policy_loss, self.kl, self.mismatch = advantage, policy_loss, kl, mismatch
+        if reference_every is not None and self.lora is not None:
+            raise ValueError(
+                f"reference_every={reference_every} does not go with lora, whose frozen model is the reference: set one "
+                "of them to null"
+            )
         self.loss_level: LossLevel = loss_level
         self.loss_length = loss_length or sampling.max_tokens
         self.entropy_coef, self.log_entropy = entropy_coef, log_entropy
@@ -97,7 +102,7 @@ class PolicyGradient(PostTrainingModule):
         super().configure_model()
         fitting = self.trainer.state.fn == TrainerFn.FITTING  # nothing else has a use for the reference
         if self.kl.enabled and self.reference is None and fitting:
-            self.reference = self.build_policy(trainable=False)
+            self.reference = self.build_reference()
 
     def prepare(self, batch: PromptBatch) -> None:
         """Makes experience of a new rollout, and puts it in another order where the next epoch begins."""

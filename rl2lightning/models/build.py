@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,12 @@ def is_tied(lm: PreTrainedModel) -> bool:
 
 
 def load_weights(
-    lm: PreTrainedModel, directory: str, *, optional: Collection[str] = (), superfluous: Collection[str] = ()
+    lm: PreTrainedModel,
+    directory: str,
+    *,
+    optional: Collection[str] = (),
+    superfluous: Collection[str] = (),
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> set[str]:
     """Fills the parameters from *.safetensors, each rank reading only its slices, cast to the parameters' type.
 
@@ -138,6 +143,7 @@ def load_weights(
         directory: where the files are.
         optional: parameters that the files may lack.
         superfluous: stored weights that nobody need be told are not used.
+        parameters: what to fill, by the names in the files; None: all parameters of the model, by their own.
 
     Returns:
         the optional parameters that were not there, and are as they were.
@@ -145,7 +151,8 @@ def load_weights(
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    state = {name: p.detach() for name, p in lm.named_parameters()}  # tied weights once
+    parameters = dict(lm.named_parameters()) if parameters is None else parameters  # tied weights once
+    state = {name: p.detach() for name, p in parameters.items()}
     stored = HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
     absent = set(optional) - set(stored)
     state = {name: p for name, p in state.items() if name not in absent}
@@ -166,7 +173,7 @@ def _check_stored(lm: PreTrainedModel, parameters: dict[str, Tensor], shapes: di
             f"'{odd[0]}' has the shape {list(shapes[odd[0]])} in '{directory}' and {list(parameters[odd[0]].shape)} in "
             f"{kind}; {hint}"
         )
-    if unused := sorted(set(shapes) - set(lm.state_dict())):
+    if unused := sorted(set(shapes) - set(parameters) - set(lm.state_dict())):
         from lightning.pytorch.utilities import rank_zero_warn
 
         rank_zero_warn(f"'{directory}' holds {len(unused)} weights that {kind} has no place for, such as '{unused[0]}'")
@@ -183,7 +190,7 @@ def init_weights(lm: PreTrainedModel, config: PretrainedConfig, seed: int) -> No
         whole = auto.from_config(scalar_config(config) if scalar else config, dtype=torch.float32)
     source = dict(whole.named_parameters())
     for name, p in lm.named_parameters():
-        _fill(p, source[name].detach())
+        fill(p, source[name].detach())
 
 
 def init_head(lm: PreTrainedModel, seed: int) -> None:
@@ -191,10 +198,10 @@ def init_head(lm: PreTrainedModel, seed: int) -> None:
     weight = lm.get_parameter(SCALAR_HEAD)
     generator = torch.Generator().manual_seed(seed)
     std = lm.config.get_text_config().initializer_range
-    _fill(weight, std * torch.randn(weight.shape, generator=generator))
+    fill(weight, std * torch.randn(weight.shape, generator=generator))
 
 
-def _fill(p: Tensor, full: Tensor) -> None:
+def fill(p: Tensor, full: Tensor) -> None:
     """Copies this process's part of a full tensor into a parameter."""
     local = p.to_local() if isinstance(p, DTensor) else p
     local.detach().copy_(own_part(full, p))

@@ -14,6 +14,8 @@ from rl2lightning.types import Sequences
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rl2lightning.models.lora import Adapters
+
 
 class PackedModel(nn.Module):
     """A Hugging Face model (`lm`) that runs packed micro-batches; head and all, one FSDP root.
@@ -25,6 +27,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.lm = lm
         self.pack: Pack = pack
+        self.adapters: Adapters | None = None  # which learn in the place of the weights
 
     @property
     def full_precision(self) -> list[nn.Module]:

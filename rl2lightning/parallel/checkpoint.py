@@ -31,11 +31,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from rl2lightning.models.policy import PackedModel
+
 
 def model_state(model: nn.Module, *, exclude: Sequence[str]) -> dict[str, Any]:
-    """Sharded weights by name, without the submodules named in `exclude` (fixed reference models)."""
+    """Sharded weights by name, without the submodules named in `exclude` (fixed reference models).
+
+    Of a model with adapters, what learns: the rest is in its model directory.
+    """
     prefixes = tuple(f"{name}." for name in exclude)
-    return {name: x for name, x in get_model_state_dict(model).items() if not name.startswith(prefixes)}
+    frozen = {
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModel) and module.adapters is not None
+        for parameter, p in module.named_parameters(remove_duplicate=False)
+        if not p.requires_grad
+    }
+    state = get_model_state_dict(model)
+    return {name: x for name, x in state.items() if name not in frozen and not name.startswith(prefixes)}
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`FSDP2TPStrategy`: processes, one device mesh, precision, and the building, saving and loading of sharded models."""
+"""`FSDP2TPStrategy`: processes, one device mesh, precision, and the saving and loading of sharded models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,36 +16,23 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rl2lightning.compat import link_checkpoints_through
-from rl2lightning.models.attention import keep_attention
-from rl2lightning.models.build import (
-    build_causal_lm,
-    build_scalar_lm,
-    decoder_blocks,
-    init_head,
-    init_weights,
-    load_config,
-    load_weights,
-    materialize,
-)
-from rl2lightning.models.heads import SCALAR_HEAD, ScalarModel
-from rl2lightning.models.policy import PackedModel, Policy
+from rl2lightning.models.policy import PackedModel
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.parallel import precision
+from rl2lightning.parallel.building import ModelBuilding
 from rl2lightning.parallel.checkpoint_writer import CheckpointWriter
 from rl2lightning.parallel.collectives import Collectives
-from rl2lightning.parallel.fsdp import apply_fsdp, clip_grad_norm, gradient_sync, reshard
+from rl2lightning.parallel.fsdp import clip_grad_norm, gradient_sync, reshard
 from rl2lightning.parallel.mesh import build_meshes, mesh_shape
 from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
 from rl2lightning.parallel.ring.plugin import RingAttention
-from rl2lightning.parallel.tensor import apply_tensor_parallel
 
 
-class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
+class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
     """FSDP2, tensor and sequence parallelism on one mesh, at any world size and on any device: one code path.
 
     Args:
@@ -165,65 +151,6 @@ class FSDP2TPStrategy(Collectives, ModelParallelStrategy):
         return precision.compute_dtype(self.precision_plugin)
 
     # ---- models
-
-    def build_policy(self, directory: str, *, random_init: bool, seed: int = 0, trainable: bool = True) -> Policy:
-        """A sharded policy: fp32 masters if trainable, otherwise frozen in the compute type.
-
-        Built on meta, sharded, then each process reads its own slices of the safetensors (or draws random weights).
-        """
-        config = load_config(directory)
-        dtype = precision.parameter_dtype(self.precision_plugin, trainable=trainable)
-        lm = build_causal_lm(config, dtype)
-        lm.requires_grad_(trainable)
-        policy = Policy(lm)
-        self._shard(policy, trainable=trainable)
-        if random_init:
-            init_weights(lm, config, seed)
-        else:
-            load_weights(lm, directory)
-        # a frozen one too: `scoring` turns dropout off, and Lightning warns of what is in eval mode
-        return policy.train()
-
-    def build_scalar_model(
-        self, directory: str, *, random_init: bool, seed: int = 0, trainable: bool = True
-    ) -> ScalarModel:
-        """A sharded reward model or critic, likewise; its head is new where the directory holds a causal LM."""
-        config = load_config(directory)
-        dtype = precision.parameter_dtype(self.precision_plugin, trainable=trainable)
-        lm = build_scalar_lm(config, dtype)
-        lm.requires_grad_(trainable)
-        model = ScalarModel(lm)
-        self._shard(model, trainable=trainable)
-        if random_init:
-            init_weights(lm, config, seed)
-        elif load_weights(lm, directory, optional={SCALAR_HEAD}, superfluous={"lm_head.weight"}):
-            init_head(lm, seed)
-            rank_zero_info(f"'{directory}' has no scalar head: a new one is drawn with seed {seed}")
-        return model.train()
-
-    def _shard(self, model: PackedModel, *, trainable: bool) -> None:
-        """Spreads a model on meta over the mesh and gives it memory."""
-        apply_tensor_parallel(model.lm, self.meshes.tensor, sequence_parallel=self.tensor_sequence)
-        blocks = decoder_blocks(model.lm)
-        if trainable and self.activation_checkpointing != "none":
-            settings: dict[str, Any] = {"use_reentrant": False}
-            if self.activation_checkpointing == "selective":
-                settings["context_fn"] = keep_attention
-            model.lm.gradient_checkpointing_enable(settings)
-        if self.compile:
-            for block in blocks:
-                block.compile()
-        shared = self.meshes.num_shards > 1
-        fsdp = partial(
-            apply_fsdp,
-            mesh=self.meshes.parameters,
-            reshard_after_forward=shared if self.reshard_after_forward is None else self.reshard_after_forward,
-            in_host_memory=self.cpu_offload,
-        )
-        for module in model.full_precision:
-            fsdp(module, [], mp_policy=MixedPrecisionPolicy())
-        fsdp(model, blocks, mp_policy=precision.mixed_precision_policy(self.precision_plugin))
-        materialize(model.lm, torch.device("cpu") if self.cpu_offload else self.root_device, buffers=self.root_device)
 
     def model_to_device(self) -> None:
         """Moves what is left of the module; packed models are where they belong, which may be host memory."""
