@@ -12,8 +12,9 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from rl2lightning import GRPO, SFT
+from rl2lightning import GRPO, PPO, SFT
 from rl2lightning.algorithms.optimizer import OptimizerConfig
+from rl2lightning.estimators import GAE
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences
@@ -32,16 +33,16 @@ def batch(lengths: list[int], seed: int = 0) -> Sequences:
 
 
 class Steps:
-    """A sized loader that hands out the same batch."""
+    """A sized loader of batches that are there already."""
 
-    def __init__(self, batch, num_steps: int) -> None:
-        self.batch, self.num_steps = batch, num_steps
+    def __init__(self, batches: list) -> None:
+        self.batches = batches
 
     def __len__(self) -> int:
-        return self.num_steps
+        return len(self.batches)
 
     def __iter__(self):
-        return iter([self.batch] * self.num_steps)
+        return iter(self.batches)
 
 
 class Share(L.LightningDataModule):
@@ -55,8 +56,10 @@ class Share(L.LightningDataModule):
         rank, size = self.trainer.strategy.data_rank, self.trainer.strategy.data_size
         mine = torch.arange(len(self.seqs)).tensor_split(size)[rank]
         seqs = self.seqs.select(mine) if len(mine) else None
-        batch = ChatBatch(seqs, []) if self.kind is ChatBatch else PromptBatch([], [], rollout=seqs)
-        return Steps(batch, self.steps)
+        if self.kind is ChatBatch:
+            return Steps([ChatBatch(seqs, [])] * self.steps)
+        positions = [i % self.trainer.lightning_module.updates_per_rollout for i in range(self.steps)]
+        return Steps([PromptBatch([], [], step_of_rollout=p, rollout=None if p else seqs) for p in positions])
 
 
 class Record(L.Callback):
@@ -65,6 +68,9 @@ class Record(L.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == 0:
             self.gradients = {n: p.grad.full_tensor().clone() for n, p in pl_module.policy.lm.named_parameters()}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps = [*getattr(self, "steps", []), {n: float(x) for n, x in trainer.callback_metrics.items()}]
 
     def on_train_end(self, trainer, pl_module):
         self.weights = {n: w.clone() for n, w in pl_module.policy_weights()}
@@ -86,7 +92,12 @@ def fit(module, seqs: Sequences, kind: type, strategy: FSDP2TPStrategy | None = 
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=Share(seqs, kind, steps))
-    return {"gradients": record.gradients, "weights": record.weights, "metrics": record.metrics}
+    return {
+        "gradients": record.gradients,
+        "weights": record.weights,
+        "metrics": record.metrics,
+        "steps": record.steps,
+    }
 
 
 LENGTHS = [9, 4, 17, 6, 12, 4, 30, 8]
@@ -115,6 +126,58 @@ def grpo(model: str, max_tokens: int, level: str, **settings) -> dict:
     return fit(module, batch(LENGTHS), PromptBatch)
 
 
+# with a denominator that keeps Adam from making steps of the rounding of tiny gradients
+SMOOTH = {"eps": 1.0, "schedule": "constant", "warmup_ratio": 0.0, "weight_decay": 0.0}
+POLICY_STEPS, CRITIC_STEPS = OptimizerConfig(lr=0.05, **SMOOTH), OptimizerConfig(lr=0.02, **SMOOTH)
+REFERENCE_SEED, HEAD_SEED = 3, 5
+PPO_SETTINGS = {"kl": KLPenalty(0.1, "k1", "reward"), "advantage": GAE(gamma=0.98, lam=0.9), "value_clip": 0.05}
+
+
+class RecordedPPO(PPO):
+    """Keeps the gradients of every step of both models; its reference is not what the policy started from."""
+
+    def build_policy(self, *, trainable: bool):
+        if trainable:
+            return super().build_policy(trainable=True)
+        path = self.local_model_path()
+        return self.strategy.build_policy(path, random_init=True, seed=REFERENCE_SEED, trainable=False)
+
+    def _step(self, trained, optimizer, scheduler, finite=None) -> None:
+        name = next(n for n, t in self.trained.items() if t is trained)
+        named = trained.model.lm.named_parameters()
+        self.recorded[name].append({f"{name}.{n}": p.grad.full_tensor().clone() for n, p in named})
+        super()._step(trained, optimizer, scheduler, finite)
+
+
+def turns(lengths: list[int]) -> Sequences:
+    """The batch above, with a token of an environment among the actions of the longer sequences."""
+    seqs = batch(lengths)
+    mask = seqs.action_mask.clone()
+    for start, length in zip(seqs.cu_seqlens[:-1].tolist(), lengths, strict=True):
+        if length >= 8:
+            mask[start + length - length // 4 - 1] = False
+    assert seqs.rollout_logps is not None
+    return seqs.replace(action_mask=mask, rollout_logps=seqs.rollout_logps * mask)
+
+
+def ppo(model: str, max_tokens: int, strategy: FSDP2TPStrategy | None = None) -> dict:
+    """Two steps on one rollout: the second has ratios, old values and clips that say something."""
+    module = RecordedPPO(
+        model,
+        optimizer=POLICY_STEPS,
+        critic_optimizer=CRITIC_STEPS,
+        max_tokens_per_device=max_tokens,
+        max_grad_norm=None,
+        epochs=2,
+        init_seed=HEAD_SEED,
+        **PPO_SETTINGS,
+    )
+    module.recorded = {"policy": [], "critic": []}
+    outcome = fit(module, turns(LENGTHS), PromptBatch, strategy, steps=2)
+    both = zip(*module.recorded.values(), strict=True)
+    return outcome | {"gradients_of_steps": [policy | critic for policy, critic in both]}
+
+
 CASES = {
     "sft": lambda model: sft(model, 1000),
     "sft_small_micro_batches": lambda model: sft(model, 32),
@@ -124,6 +187,7 @@ CASES = {
     "grpo_token": lambda model: grpo(model, 32, "token"),
     "grpo_sequence": lambda model: grpo(model, 64, "sequence"),
     "grpo_constant": lambda model: grpo(model, 1000, "constant"),
+    "ppo": lambda model: ppo(model, 32),
 }
 
 
@@ -139,6 +203,9 @@ SEVERAL_PROCESSES = {
         model, 64, strategy=on_mesh(tensor=2, tensor_sequence=True), steps=3
     ),
     "sft_three_steps_context": lambda model: sft(model, 64, strategy=on_mesh(context=2), steps=3),
+    "ppo_replicated": lambda model: ppo(model, 32, on_mesh(replicate=2)),
+    "ppo_tensor": lambda model: ppo(model, 32, on_mesh(tensor=2)),
+    "ppo_context": lambda model: ppo(model, 32, on_mesh(context=2)),
 }
 
 

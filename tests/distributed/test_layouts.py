@@ -60,3 +60,20 @@ def test_three_steps_lead_to_the_same_weights(outcomes: dict, mesh: str, world_s
     # four processes are two of the named axis and two that shard
     ours, reference = outcomes[world_size][f"sft_three_steps{mesh}"], outcomes[1]["sft_three_steps"]
     assert largest_difference(ours["weights"], reference["weights"]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh"),
+    [(n, mesh) for n in (2, 4) for mesh in ("", "_replicated", "_tensor", "_context")],
+)
+def test_two_models_with_two_optimizers_learn_the_same_on_any_mesh(outcomes: dict, mesh: str, world_size: int) -> None:
+    # four processes are two of the named axis and two that shard; without a name all of them shard
+    reference, ours = outcomes[1]["ppo"], outcomes[world_size][f"ppo{mesh}"]
+    for step in (0, 1):
+        gradients = reference["gradients_of_steps"][step]
+        assert {name.partition(".")[0] for name in gradients} == {"policy", "critic"}
+        assert largest_difference(ours["gradients_of_steps"][step], gradients) < 1e-5
+        for name in ("loss", "grad_norm", "critic_loss", "critic_grad_norm", "approx_kl", "explained_variance"):
+            expected = reference["steps"][step][f"train/{name}"]
+            assert ours["steps"][step][f"train/{name}"] == pytest.approx(expected, rel=2e-5, abs=1e-6), name
+    assert largest_difference(ours["weights"], reference["weights"]) < 1e-5
