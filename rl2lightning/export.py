@@ -26,7 +26,7 @@ def export(
 
     from rl2lightning.models.build import copy_generation_config, load_config, save_pretrained
     from rl2lightning.models.heads import SCALAR_HEAD
-    from rl2lightning.models.padding import set_padding
+    from rl2lightning.models.serving import set_padding
     from rl2lightning.parallel.checkpoint import load_full_weights, locate, model_names
 
     checkpoint = locate(Path(ckpt_path))

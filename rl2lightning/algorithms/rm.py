@@ -45,7 +45,11 @@ class RM(PostTrainingModule):
 
     def build_models(self) -> None:
         self.reward_model = self.strategy.build_scalar_model(
-            self.local_model_path(), random_init=self.random_init, seed=self.init_seed
+            self.local_model_path(),
+            random_init=self.random_init,
+            seed=self.init_seed,
+            lora=self.lora,
+            name=self.model_path,
         )
         self.train_model("reward_model", self.reward_model, self.optimizer_config)
 
@@ -149,7 +153,7 @@ class RM(PostTrainingModule):
             self.log(f"{stage}/{name}", x.float(), prog_bar=shown, batch_size=1, sync_dist=True)
         self.held_out.reset()
 
-    def predict_step(self, batch: ChatBatch, batch_idx: int) -> list[dict[str, Any]]:
+    def predict_step(self, batch: ChatBatch, batch_idx: int) -> list[dict[str, Any]]:  # type: ignore[override]
         """Rewards of the held-out pairs; they are written to `scores.jsonl` of the run."""
         seqs, _ = self.pairs_of(batch)
         if seqs is None:

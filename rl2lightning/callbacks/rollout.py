@@ -120,6 +120,8 @@ class RolloutCallback(L.Callback):
         pl_module.check_turns(self.max_turns)
         self._check_due = self.check_logps != "never"
         self._generators = Generators(self.engine, strategy.meshes.replica.size())
+        for reward in self.rewards:
+            reward.prepare(strategy.root_device)
         self.engine.start(
             EngineSpec(
                 model_path=pl_module.local_model_path(),
@@ -150,6 +152,8 @@ class RolloutCallback(L.Callback):
         if generators is not None:
             self.engine.shutdown()
             generators.close()
+        for reward in self.rewards:
+            reward.release()
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self._close()

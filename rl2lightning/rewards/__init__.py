@@ -14,6 +14,7 @@ from rl2lightning.rewards.code import CodeTests
 from rl2lightning.rewards.format import RegexReward
 from rl2lightning.rewards.length import LengthPenalty, SoftOverlong
 from rl2lightning.rewards.math import ExactMatch, MathAnswer
+from rl2lightning.rewards.model import RewardModel
 from rl2lightning.rewards.remote import ClassifyReward, RemoteReward
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "RegexReward",
     "RemoteReward",
     "Reward",
+    "RewardModel",
     "RewardTransform",
     "Scored",
     "SoftOverlong",

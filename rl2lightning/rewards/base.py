@@ -38,6 +38,12 @@ class Reward(ABC):
     def __call__(self, trajectory: Trajectory) -> float:
         """The reward, unweighted."""
 
+    def prepare(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to prepare
+        """Called on every process before a run's first rollout, with the device it trains on: load a model here."""
+
+    def release(self) -> None:  # noqa: B027
+        """Called at the end of a run: let go of what `prepare` loaded."""
+
 
 class FunctionReward(Reward):
     """A plain function `(messages, answer, …)`: its parameters are columns of the row by name, and `messages`, the

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl2lightning.rewards.base import Reward, response_of
+from rl2lightning.rewards.conversation import ConversationTokens
 from rl2lightning.service import Service, ServiceError
-from rl2lightning.types import Message, Trajectory
+from rl2lightning.types import Trajectory
 
 
 class _ServedReward(Reward):
@@ -105,7 +106,11 @@ class ClassifyReward(_ServedReward):
         url: ending in /classify.
         model: name under which the server knows the model; None: not sent.
         tokenizer: directory or hub name of the reward model's tokenizer: conversations are rendered by its chat
-            template and sent as `input`; None: sent as `messages`, for servers that render them.
+            template and sent as `input`, a list of token ids; None: sent as `messages`, which the server renders. It
+            then reads the reward at the end of what the template writes; a model trained by RM wants a tokenizer here
+            if its template writes anything behind the end of a turn, as Qwen's does.
+        whole_template: with a tokenizer, send all that the template writes; False: up to the end-of-turn token, as RM
+            trains it.
         label: position of the reward among the scores of a model with several.
         timeout, retries, backoff, concurrency, token_env: as for `RemoteReward`.
     """
@@ -115,6 +120,7 @@ class ClassifyReward(_ServedReward):
         url: str,
         model: str | None = None,
         tokenizer: str | None = None,
+        whole_template: bool = False,
         label: int = 0,
         name: str = "reward_model",
         weight: float = 1.0,
@@ -126,20 +132,13 @@ class ClassifyReward(_ServedReward):
     ) -> None:
         super().__init__(url, name, weight, timeout, retries, backoff, concurrency, token_env)
         self.model, self.label = model, label
-        self._tokenizer: Any = None
-        if tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self._tokens = None if tokenizer is None else ConversationTokens(tokenizer, whole_template=whole_template)
 
     def _request(self, trajectory: Trajectory) -> Any:
         request: dict[str, Any] = {} if self.model is None else {"model": self.model}
-        return request | self._conversation(trajectory.messages)
-
-    def _conversation(self, messages: list[Message]) -> dict[str, Any]:
-        if self._tokenizer is None:
-            return {"messages": [{"role": m["role"], "content": m["content"]} for m in messages]}
-        return {"input": self._tokenizer.apply_chat_template(messages, tokenize=False)}
+        if self._tokens is not None:
+            return request | {"input": self._tokens(trajectory)}
+        return request | {"messages": [{"role": m["role"], "content": m["content"]} for m in trajectory.messages]}
 
     def _value(self, answer: Any) -> Any:
         return answer["data"][0]["probs"][self.label]

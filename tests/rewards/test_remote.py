@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from transformers import AutoTokenizer
 
 from rl2lightning.rewards.base import score
 from rl2lightning.rewards.remote import ClassifyReward, RemoteReward
@@ -42,10 +43,11 @@ def test_a_classifier_is_asked_as_vllm_is(fake_service):
         ClassifyReward(service.url, label=2)(trajectory())
 
 
-def test_a_classifier_gets_text_where_a_tokenizer_renders_it(fake_service, tiny_model):
+def test_a_classifier_gets_tokens_where_a_tokenizer_renders_them(fake_service, tiny_model):
     service = fake_service(lambda payload, headers: (200, {"data": [{"probs": [1.5]}]}))
     assert ClassifyReward(service.url, tokenizer=tiny_model)(trajectory()) == 1.5
-    assert service.payloads == [{"input": "<|user|>2+2<|end|><|assistant|>4<|end|>"}]
+    tokens = AutoTokenizer.from_pretrained(tiny_model).encode("<|user|>2+2<|end|><|assistant|>4<|end|>")
+    assert service.payloads == [{"input": tokens}]
 
 
 def test_a_server_down_then_back_costs_time_and_no_reward(fake_service):

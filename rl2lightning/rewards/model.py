@@ -1,0 +1,119 @@
+"""A reward model in the process of the trainer."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rl2lightning.rewards.base import Reward
+from rl2lightning.rewards.conversation import ConversationTokens
+from rl2lightning.types import Sequences, Trajectory
+
+if TYPE_CHECKING:
+    from rl2lightning.models.heads import ScalarModel
+
+
+@dataclass(eq=False)
+class _Request:
+    tokens: list[int]
+    outcome: float | Exception | None = None  # None: it waits
+
+
+class RewardModel(Reward):
+    """The score of a reward model: a directory for sequence classification with one label, as `rl2lightning export`
+    writes it of an RM checkpoint.
+
+    It stays on the device that the process trains on. Trajectories that wait at the same time are scored in one packed
+    pass. See `ClassifyReward` for a model behind a server.
+
+    Args:
+        model: directory or hub name.
+        dtype: type of the weights and of the computation, but for the head; None: bfloat16 on a GPU, float32 otherwise.
+        token_in: score the very tokens of the trajectory, by a reward model with the policy's tokenizer and template;
+            False: the messages, rendered by the reward model's own. The two differ where a turn was cut off, which
+            rendering closes.
+        apply_chat_template: False concatenates the contents, for a reward model trained like that.
+        whole_template: read the reward at the end of all that the template writes, as many published models want it;
+            False: at the end-of-turn token, as RM trains it.
+        max_tokens: most tokens of one pass; a longer trajectory has one for itself. 1 scores them one by one, so that a
+            score does not depend in its last bits on what else was waiting.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        dtype: Literal["bfloat16", "float32"] | None = None,
+        token_in: bool = False,
+        apply_chat_template: bool = True,
+        whole_template: bool = False,
+        max_tokens: int = 16384,
+        name: str = "reward_model",
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(name=name, weight=weight)
+        if max_tokens < 1:
+            raise ValueError(f"rewards.init_args.max_tokens={max_tokens} must be at least 1")
+        self.model, self.dtype, self.max_tokens = model, dtype, max_tokens
+        self._tokens: ConversationTokens | None = None
+        if not token_in:
+            self._tokens = ConversationTokens(
+                model, apply_chat_template=apply_chat_template, whole_template=whole_template
+            )
+        self._scorer: ScalarModel | None = None
+        self._device = torch.device("cpu")
+        self._waiting: deque[_Request] = deque()
+        self._running = threading.Lock()
+
+    def prepare(self, device: torch.device) -> None:
+        from rl2lightning.models.serving import load_scalar_model
+
+        dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        self._scorer = load_scalar_model(self.model, device, getattr(torch, dtype))
+        self._device = device
+
+    def release(self) -> None:
+        self._scorer = None
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        tokens = trajectory.token_ids if self._tokens is None else self._tokens(trajectory)
+        if not tokens:
+            raise ValueError("the trajectory has no tokens that could be scored")
+        request = _Request(list(tokens))
+        self._waiting.append(request)
+        while request.outcome is None:
+            with self._running:  # one pass at a time; who holds it may score what others wait for, and they his
+                if request.outcome is None:
+                    self._score_waiting()
+        if isinstance(request.outcome, Exception):
+            raise RuntimeError(f"reward model '{self.model}': {request.outcome}") from request.outcome
+        return request.outcome
+
+    def _score_waiting(self) -> None:
+        """Scores as many of the waiting as fit into a pass, oldest first."""
+        batch = [self._waiting.popleft()]
+        total = len(batch[0].tokens)
+        while self._waiting and total + len(self._waiting[0].tokens) <= self.max_tokens:
+            batch.append(self._waiting.popleft())
+            total += len(batch[-1].tokens)
+        try:
+            outcomes: list[Any] = self._score([request.tokens for request in batch])
+        except Exception as error:
+            outcomes = [error] * len(batch)
+        for request, outcome in zip(batch, outcomes, strict=True):
+            request.outcome = outcome
+
+    def _score(self, sequences: list[list[int]]) -> list[float]:
+        if self._scorer is None:  # used by hand, without a run
+            self.prepare(torch.device("cuda", 0) if torch.cuda.is_available() else self._device)
+        scorer = self._scorer
+        assert scorer is not None
+        seqs = Sequences.from_lists(sequences, [[False] * len(ids) for ids in sequences])
+        # the current device is one of each thread
+        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with on_device, torch.no_grad():
+            return scorer(scorer.pack(seqs, self._device, scorer.lm.dtype), at="last").tolist()
