@@ -23,6 +23,7 @@ _PUBLIC = {
     "PostTrainingModule": "algorithms.base",
     "OptimizerConfig": "algorithms.optimizer",
     "FSDP2TPStrategy": "parallel.strategy",
+    "LoRAConfig": "models.lora",
     "RingAttention": "parallel.ring.plugin",
     "ChatDataModule": "data.datamodules",
     "PreferenceDataModule": "data.datamodules",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def export(
@@ -11,6 +15,8 @@ def export(
     output_dir: str,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     submodule: str | None = None,
+    adapter: bool = False,
+    base: str | None = None,
 ) -> Path:
     """Writes a model of a checkpoint (only of one you trust) as a Hugging Face model directory.
 
@@ -20,18 +26,22 @@ def export(
         dtype: type of the stored weights.
         submodule: which model of the module to export, for instance PPO's critic; None: the policy, or the only one
             there is. One with a scalar head becomes a model for sequence classification, a regression of one label.
+        adapter: of a model trained with LoRA, write its adapter alone, for `PeftModel.from_pretrained`; otherwise it is
+            merged into its base model.
+        base: the model that an adapter is merged into, where it is no longer where training found it.
     """
     import torch
     from transformers import AutoTokenizer
 
     from rl2lightning.models.build import copy_generation_config, load_config, save_pretrained
     from rl2lightning.models.heads import SCALAR_HEAD
+    from rl2lightning.models.lora import CONFIG_FILE, file_name, read_config, write_adapter
     from rl2lightning.models.serving import set_padding
     from rl2lightning.parallel.checkpoint import load_full_weights, locate, model_names
 
     checkpoint = locate(Path(ckpt_path))
     output = Path(output_dir)
-    if (output / "config.json").exists():
+    if any((output / name).exists() for name in ("config.json", CONFIG_FILE)):
         raise ValueError(f"'{output}' holds a model already; set --output_dir to a new directory")
     if submodule is None:
         names = model_names(checkpoint)
@@ -40,10 +50,43 @@ def export(
     own = checkpoint / "model" / submodule  # where it is of another architecture than the first of the module
     config = load_config(str(own if own.is_dir() else checkpoint / "model"))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint / "model")
+    stored = getattr(torch, dtype)
+    state = {name: x.to(stored) for name, x in state.items()}
+    of_adapter = checkpoint / "model" / "adapters" / submodule
+    if of_adapter.is_dir():
+        weights, lora = {file_name(name): x for name, x in state.items()}, read_config(of_adapter)
+        if adapter:
+            write_adapter(weights, lora, output)
+            tokenizer.save_pretrained(output)
+            return output
+        state = _merged(weights, lora, base, stored)
+    elif adapter:
+        raise ValueError(f"'{checkpoint}' was trained without LoRA: leave --adapter out")
     if SCALAR_HEAD in state and not set_padding(config, tokenizer):
         print("no special token is left to pad with: transformers will score one sequence at a time and refuse batches")
-    stored = getattr(torch, dtype)
-    save_pretrained(config, {name: x.to(stored) for name, x in state.items()}, str(output), tokenizer=tokenizer)
+    save_pretrained(config, state, str(output), tokenizer=tokenizer)
     if SCALAR_HEAD not in state:
         copy_generation_config(checkpoint / "model", output)
     return output
+
+
+def _merged(
+    adapter: dict[str, Tensor], lora: dict[str, Any], base: str | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Weights of the model that an adapter was trained on, with it."""
+    from rl2lightning.models.build import read_weights, resolve_model
+    from rl2lightning.models.heads import SCALAR_HEAD
+    from rl2lightning.models.lora import merge_files
+
+    path = base or lora["base_model_name_or_path"]
+    try:
+        directory = resolve_model(path)
+    except ValueError as error:
+        raise ValueError(
+            f"the model that the adapter was trained on is not to be had ({error}): set --base to where it is now, or "
+            "--adapter to do without"
+        ) from error
+    merged = merge_files({name: x.to(dtype) for name, x in read_weights(directory)}, adapter, lora)
+    if SCALAR_HEAD in merged:
+        merged.pop("lm_head.weight", None)  # of a causal LM, in whose place the head is
+    return merged

@@ -39,7 +39,7 @@ ALLOWED = {
 }
 INSIDE_FUNCTIONS = {"rewards": {"models"}}  # a reward that loads a model
 ANYTHING = {"cli", "sweep", "__main__", "__init__"}  # and nobody imports these, but __main__ the command line
-HEAVY = {"vllm", "flash_attn", "ring_flash_attn", "wandb", "mlflow", "optuna", "datasets"}
+HEAVY = {"vllm", "flash_attn", "ring_flash_attn", "peft", "wandb", "mlflow", "optuna", "datasets"}
 
 
 def package_files() -> Iterator[tuple[str, Path]]:

@@ -84,8 +84,8 @@ class PolicyGradient(PostTrainingModule):
         self.advantage, self.policy_loss, self.kl, self.mismatch = advantage, policy_loss, kl, mismatch
         if reference_every is not None and self.lora is not None:
             raise ValueError(
-                f"reference_every={reference_every} does not go with lora, whose frozen model is the reference: set one "
-                "of them to null"
+                f"reference_every={reference_every} does not go with lora, whose frozen model is the reference: "
+                "set one of them to null"
             )
         self.loss_level: LossLevel = loss_level
         self.loss_length = loss_length or sampling.max_tokens

@@ -148,9 +148,14 @@ class PPO(PolicyGradient):
             self.train_model("critic", self.critic, self.critic_optimizer)
 
     def build_critic(self) -> ScalarModel:
+        lora = None if self.lora is None else self.lora.afresh()
         if self.critic_path is None:
             return self.strategy.build_scalar_model(
-                self.local_model_path(), random_init=self.random_init, seed=self.init_seed
+                self.local_model_path(),
+                random_init=self.random_init,
+                seed=self.init_seed,
+                lora=lora,
+                name=self.model_path,
             )
         directory = self._local_critic_path()
         words = [load_config(path).get_text_config().vocab_size for path in (self.local_model_path(), directory)]
@@ -159,7 +164,9 @@ class PPO(PolicyGradient):
                 f"the critic reads the policy's tokens, but knows {words[1]} words where the policy knows {words[0]}: "
                 f"set model.init_args.critic_model={self.critic_path!r} to a model with the policy's tokenizer"
             )
-        return self.strategy.build_scalar_model(directory, random_init=False, seed=self.init_seed)
+        return self.strategy.build_scalar_model(
+            directory, random_init=False, seed=self.init_seed, lora=lora, name=self.critic_path
+        )
 
     def _local_critic_path(self) -> str:
         assert self.critic_path is not None

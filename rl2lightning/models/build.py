@@ -162,6 +162,16 @@ def load_weights(
     return absent
 
 
+def read_weights(directory: str) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a model directory, whole, one by one."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - not a dictionary
+                yield name, stored.get_tensor(name)
+
+
 def _check_stored(lm: PreTrainedModel, parameters: dict[str, Tensor], shapes: dict[str, Any], directory: str) -> None:
     """Whether a directory's weights are those of the model, before any of them is read."""
     kind = type(lm).__name__

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,6 +55,10 @@ class LoRAConfig:
     modules_to_save: list[str] | None = None
     rslora: bool = False
     path: str | None = None
+
+    def afresh(self) -> LoRAConfig:
+        """The same for another model of the run, such as a critic: a new adapter, and on matrices alone."""
+        return replace(self, path=None, modules_to_save=None)
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:

@@ -20,9 +20,11 @@ from safetensors.torch import load_file
 from rl2lightning import GRPO, RingAttention
 from rl2lightning.algorithms.base import LossLevel
 from rl2lightning.algorithms.optimizer import OptimizerConfig
-from rl2lightning.functional.losses import sft_loss
+from rl2lightning.algorithms.pairs import on_both_halves, pair_units, split_pairs
+from rl2lightning.functional.losses import reward_model_loss, sft_loss
 from rl2lightning.models.attention import keep_attention
 from rl2lightning.models.build import decoder_blocks, full_weights, init_weights, load_config, own_part
+from rl2lightning.models.lora import LoRAConfig, file_name, merged_weights
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.parallel.ring.attention import TransportName
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
@@ -133,6 +135,9 @@ MESHES: dict[int, dict[str, tuple[Mesh, tuple[str, ...]]]] = {  # world size: na
     },
 }
 SCALAR_FAMILIES = ("qwen3", "gemma3")
+# between them all ways in which tensor parallelism cuts a matrix: by outputs, gathered or not, by inputs, split or not,
+# and one key-value head for several processes
+ADAPTED_FAMILIES = ("llama", "phi3")
 
 # ---------------------------------------------------------------- kinds of step
 
@@ -145,7 +150,7 @@ LENGTHS = [9, 4, 17, 6, 12, 5, 30, 8, 14, 21, 11, 7]  # two micro-batches of 31 
 class Kind:
     """One kind of optimizer step."""
 
-    loss: str  # "ppo", "sft" or "gspo"; "values" or "rewards" of a scalar model
+    loss: str  # "ppo", "sft" or "gspo"; "values", "rewards" or "pairs" of a scalar model
     level: LossLevel = "token"
     max_tokens: int = 1000  # of a micro-batch on all processes that share it
     checkpointing: str = "none"
@@ -162,6 +167,12 @@ KINDS = {
 SCALAR_KINDS = {
     "values": Kind("values", max_tokens=31),
     "rewards": Kind("rewards", "sequence", max_tokens=31),
+    "pairs": Kind("pairs", max_tokens=40),
+}
+MARGIN, CENTERING = 0.3, 0.2
+ADAPTED_KINDS = {
+    "adapters": Kind("ppo", max_tokens=31),
+    "adapters_checkpointing": Kind("ppo", checkpointing="full"),
 }
 HEAD_SEED = 5
 
@@ -216,12 +227,13 @@ def plain_step(model: Any, seqs: Sequences, kind: Kind) -> tuple[float, dict[str
         share = loss.sum() / num_actions if kind.level == "token" else loss.mean() / len(seqs)
         share.backward()
         total += float(share.detach())
-    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def plain_scalar_step(model: Any, head: torch.Tensor, seqs: Sequences, kind: Kind) -> tuple[float, dict[str, Any]]:
-    """Half the squared distance of values, or of the reward, to the advantages."""
+    """Half the squared distance of values, or of the reward, to the advantages; the loss of a reward model on pairs."""
     total, num_actions = torch.zeros((), dtype=head.dtype), int(seqs.action_mask.sum())
+    last = []
     for i in range(len(seqs)):
         one = seqs.select([i])
         mask = one.action_mask[1:]
@@ -230,8 +242,13 @@ def plain_scalar_step(model: Any, head: torch.Tensor, seqs: Sequences, kind: Kin
         numbers = model.model(input_ids=one.input_ids[None], use_cache=False).last_hidden_state[0] @ head[0]
         if kind.loss == "values":
             total = total + 0.5 * (numbers[:-1][mask] - target).square().sum() / num_actions
-        else:
+        elif kind.loss == "rewards":
             total = total + 0.5 * (numbers[-1] - target[0]).square() / len(seqs)
+        last.append(numbers[-1])
+    if kind.loss == "pairs":
+        chosen, rejected = torch.stack(last).view(-1, 2).unbind(1)
+        loss = (1 + (rejected - chosen + MARGIN).exp()).log() + CENTERING * (chosen + rejected) ** 2
+        total = loss.mean()
     names = [name for name, _ in model.model.named_parameters(prefix="model")]
     gradients = torch.autograd.grad(total, [*model.model.parameters(), head])
     return float(total.detach()), dict(zip([*names, "score.weight"], gradients, strict=True))
@@ -260,7 +277,32 @@ def write_reference(family: str, directory: Path, dtype: torch.dtype = torch.flo
     head = new_head().to(dtype)
     for name, kind in SCALAR_KINDS.items():
         steps[name] = plain_scalar_step(model, head.requires_grad_(), seqs, kind)
+    if family in ADAPTED_FAMILIES:
+        steps |= write_adapted_reference(model, seqs, directory)
     torch.save({"batch": vars(seqs), "steps": steps}, directory / "reference.pt")
+
+
+def write_adapted_reference(model: Any, seqs: Sequences, directory: Path) -> dict[str, Any]:
+    """An adapter with random weights beside the model, what its steps come to by peft, and the merged model."""
+    import peft
+
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", use_rslora=True, init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        adapted = peft.get_peft_model(model, config)
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.data.copy_((0.1 * torch.randn(p.shape)).to(p.dtype))  # numbers that float32 has as well
+    adapted.save_pretrained(directory / "adapter")
+    total, gradients = plain_step(adapted.train(), seqs, Kind("ppo"))
+    gradients = {name.removeprefix("base_model.model."): x for name, x in gradients.items()}
+    with torch.no_grad(), adapted.disable_adapter():
+        frozen = torch.zeros(seqs.num_tokens, dtype=torch.float64)
+        for start, end in zip(seqs.cu_seqlens[:-1], seqs.cu_seqlens[1:], strict=True):
+            frozen[start + 1 : end] = plain_logps(adapted, seqs.input_ids[start:end])[0]
+    merged = {name: x.float() for name, x in adapted.merge_and_unload().named_parameters()}
+    torch.save({"merged": merged, "frozen": frozen * seqs.action_mask}, directory / "adapted.pt")
+    return dict.fromkeys(ADAPTED_KINDS, (total, gradients))
 
 
 # ---------------------------------------------------------------- ours
@@ -288,8 +330,8 @@ class Parity(GRPO):
 
     kinds = KINDS
 
-    def __init__(self, directory: Path, seqs: Sequences) -> None:
-        super().__init__(str(directory), optimizer=STILL, max_grad_norm=MAX_NORM, samples_per_prompt=1)
+    def __init__(self, directory: Path, seqs: Sequences, **settings: Any) -> None:
+        super().__init__(str(directory), optimizer=STILL, max_grad_norm=MAX_NORM, samples_per_prompt=1, **settings)
         self.seqs = seqs
         self.micro_batch_tokens: list[int] = []
         self.block_passes = 0
@@ -328,17 +370,50 @@ class ScalarParity(Parity):
     """The same of a scalar model."""
 
     kinds = SCALAR_KINDS
+    paired = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.paired = list(self.kinds.values())[batch_idx].loss == "pairs"
+        super().training_step(batch, batch_idx)
+
+    def units(self, seqs: Sequences) -> list[list[int]] | None:
+        return pair_units(seqs) if self.paired else None
 
     def build_policy(self, *, trainable: bool) -> Any:
         return self.strategy.build_scalar_model(self.local_model_path(), random_init=False, seed=HEAD_SEED)
 
     def step_loss(self, micro: Sequences, kind: Kind) -> Any:
         model: Any = self.policy
+        if kind.loss == "pairs":
+            chosen, rejected = split_pairs(model(micro, at="last"))
+            return on_both_halves(reward_model_loss(chosen, rejected, margin=MARGIN, centering=CENTERING)), {}
         assert micro.advantages is not None
         if kind.loss == "values":
             return 0.5 * (model(micro, at="actions") - micro.advantages).square() * micro.action_mask, {}
         rewards = model(micro, at="last")[micro.sequence_ids]
         return 0.5 * (rewards - micro.advantages).square() * micro.action_mask, {}
+
+
+class AdaptedParity(Parity):
+    """The same with adapters, from a directory; with KL of coefficient 0, for its reference's sake."""
+
+    kinds = ADAPTED_KINDS
+
+    def __init__(self, directory: Path, seqs: Sequences) -> None:
+        super().__init__(directory, seqs, lora=LoRAConfig(path=str(directory / "adapter")))
+
+    def on_train_end(self) -> None:
+        assert self.policy is not None
+        expected = torch.load(Path(self.model_path) / "adapted.pt", weights_only=True)
+        frozen, merged = expected["frozen"], dict(merged_weights(self.policy))
+        names = set(merged) == set(expected["merged"])
+        gaps = [float((x - expected["merged"][name]).abs().max()) for name, x in merged.items() if names]
+        scored = self.score(self.build_reference(), self.seqs)
+        self.adapted = {
+            "frozen": float((scored - frozen).abs().max() / frozen.abs().max()),
+            "merged_names": names,
+            "merged": max(gaps, default=torch.inf),
+        }
 
 
 def set_checkpointing(lm: Any, kind: str) -> None:
@@ -365,6 +440,8 @@ class Compare(L.Callback):
         assert clip < 1
         gaps = {}
         for name, p in pl_module.policy.lm.named_parameters():
+            if not p.requires_grad:
+                continue
             # every process looks at its own part: gathering each gradient would take most of the time
             ours, largest = own_part(reference[name], p), reference[name].abs().max()
             off = (p.grad.to_local() - clip * ours).abs() / (clip * largest)
@@ -433,6 +510,13 @@ def not_as_saved(path: Path, directory: Path) -> list[str]:
     return sorted(odd | {name for name, x in saved.items() if not torch.equal(x, expected[name])})
 
 
+def adapter_not_as_saved(path: Path, directory: Path) -> list[str]:
+    """Which weights of a checkpoint are not those of the adapter, which is all it is to hold."""
+    stored, saved = load_file(directory / "adapter/adapter_model.safetensors"), load_full_weights(path, "policy.lm.")
+    saved = {file_name(name): x for name, x in saved.items()}
+    return sorted(set(saved) ^ set(stored) | {name for name, x in saved.items() if not torch.equal(x, stored[name])})
+
+
 def run_family(mesh: Mesh, directory: Path) -> dict[str, Any]:
     """Outcomes of one family on one mesh."""
     reference = torch.load(directory / "reference.pt", weights_only=True)
@@ -448,6 +532,13 @@ def run_family(mesh: Mesh, directory: Path) -> dict[str, Any]:
         if kind is Parity:
             assert module.policy is not None
             outcomes["weights"] = check_weights(module.policy.lm, directory)
+    if directory.name in ADAPTED_FAMILIES:
+        module, saved = AdaptedParity(directory, seqs), directory / "Adapted.ckpt"
+        compare = Compare(reference["steps"], list(ADAPTED_KINDS))
+        mesh.trainer(compare, Save(saved), steps=len(ADAPTED_KINDS)).fit(module, datamodule=Steps(len(ADAPTED_KINDS)))
+        outcomes |= compare.outcomes | {"adapted": module.adapted}
+        if torch.distributed.get_rank() == 0:
+            outcomes["adapted"]["not_as_saved"] = adapter_not_as_saved(saved, directory)
     return outcomes
 
 

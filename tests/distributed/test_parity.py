@@ -34,6 +34,8 @@ STEPS += [
     for kind in cases.SCALAR_KINDS
     if run.rpartition("-")[2] in cases.SCALAR_FAMILIES
 ]
+ADAPTED = [(world, run) for world, run in RUNS if run.rpartition("-")[2] in cases.ADAPTED_FAMILIES]
+STEPS += [(world, run, kind) for world, run in ADAPTED for kind in cases.ADAPTED_KINDS]
 SAVED = [(world, run) for world, run in RUNS if run.rpartition("-")[2] in cases.SCALAR_FAMILIES]
 
 
@@ -106,3 +108,12 @@ def test_one_process_reads_a_checkpoint_of_any_mesh_bit_for_bit(
     outcomes: Outcomes, world: int, run: str, model: str
 ) -> None:
     assert outcomes[world][run][f"{model}_not_as_saved"] == []
+
+
+@pytest.mark.parametrize(("world", "run"), ADAPTED)
+def test_adapters_are_switched_off_merged_and_saved_on_any_mesh(outcomes: Outcomes, world: int, run: str) -> None:
+    outcome = outcomes[world][run]["adapted"]
+    assert outcome["frozen"] <= 2e-6  # log-probs of the reference against those of the model without adapters
+    assert outcome["merged_names"]
+    assert outcome["merged"] <= 1e-6  # of weights of about 0.1
+    assert outcome["not_as_saved"] == []
