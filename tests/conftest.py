@@ -68,6 +68,11 @@ def conversations():
     return [{**row, "messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]} for row in rows]
 
 
+def pairs():
+    rows = [(row["messages"], row["answer"]) for row in prompts()]
+    return [{"messages": asked, "chosen": answer, "rejected": str(int(answer) + 1)} for asked, answer in rows]
+
+
 def reward_fn(messages, answer):
     # share of even characters: varied among the samples of a model that knows nothing yet
     text = messages[-1]["content"]
@@ -77,7 +82,7 @@ def reward_fn(messages, answer):
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python file with 64 additions as `prompts` and `conversations`, and a reward that random weights can earn."""
+    """A Python file with 64 additions as prompts, conversations and pairs, and a reward that any model can earn."""
     path = tmp_path_factory.mktemp("task") / "task.py"
     path.write_text(TASK)
     return str(path)

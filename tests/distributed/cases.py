@@ -12,9 +12,10 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from rl2lightning import GRPO, PPO, SFT
+from rl2lightning import GRPO, PPO, RM, SFT
 from rl2lightning.algorithms.optimizer import OptimizerConfig
 from rl2lightning.estimators import GAE
+from rl2lightning.models.build import full_weights
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences
@@ -67,13 +68,14 @@ class Record(L.Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == 0:
-            self.gradients = {n: p.grad.full_tensor().clone() for n, p in pl_module.policy.lm.named_parameters()}
+            named = pl_module.primary.model.lm.named_parameters()
+            self.gradients = {n: p.grad.full_tensor().clone() for n, p in named}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.steps = [*getattr(self, "steps", []), {n: float(x) for n, x in trainer.callback_metrics.items()}]
 
     def on_train_end(self, trainer, pl_module):
-        self.weights = {n: w.clone() for n, w in pl_module.policy_weights()}
+        self.weights = {n: w.clone() for n, w in full_weights(pl_module.primary.model.lm)}
         self.metrics = {n: x.clone() for n, x in trainer.callback_metrics.items()}
 
 
@@ -178,6 +180,27 @@ def ppo(model: str, max_tokens: int, strategy: FSDP2TPStrategy | None = None) ->
     return outcome | {"gradients_of_steps": [policy | critic for policy, critic in both]}
 
 
+def pairs(lengths: list[int]) -> Sequences:
+    """The batch above as pairs, every other with a margin."""
+    seqs = batch(lengths)
+    margins = torch.tensor([0.4 if i % 4 < 2 else float("nan") for i in range(len(lengths))])
+    labels = torch.arange(len(lengths)) % 2 == 0
+    return seqs.replace(labels=labels, margins=margins, rewards=None, rollout_logps=None)
+
+
+def rm(model: str, max_tokens: int, lengths: list[int] = LENGTHS, strategy=None, steps=1) -> dict:
+    module = RM(
+        model,
+        optimizer=OptimizerConfig(lr=0.01, **SMOOTH),
+        max_tokens_per_device=max_tokens,
+        max_grad_norm=None,
+        init_seed=HEAD_SEED,
+        margin=0.1,
+        centering=0.2,
+    )
+    return fit(module, pairs(lengths), ChatBatch, strategy, steps)
+
+
 CASES = {
     "sft": lambda model: sft(model, 1000),
     "sft_small_micro_batches": lambda model: sft(model, 32),
@@ -188,6 +211,8 @@ CASES = {
     "grpo_sequence": lambda model: grpo(model, 64, "sequence"),
     "grpo_constant": lambda model: grpo(model, 1000, "constant"),
     "ppo": lambda model: ppo(model, 32),
+    "rm": lambda model: rm(model, 40, steps=2),
+    "rm_fewer_pairs_than_ranks": lambda model: rm(model, 1000, [9, 14]),
 }
 
 
@@ -206,6 +231,9 @@ SEVERAL_PROCESSES = {
     "ppo_replicated": lambda model: ppo(model, 32, on_mesh(replicate=2)),
     "ppo_tensor": lambda model: ppo(model, 32, on_mesh(tensor=2)),
     "ppo_context": lambda model: ppo(model, 32, on_mesh(context=2)),
+    "rm_replicated": lambda model: rm(model, 40, strategy=on_mesh(replicate=2), steps=2),
+    "rm_tensor": lambda model: rm(model, 40, strategy=on_mesh(tensor=2), steps=2),
+    "rm_context": lambda model: rm(model, 40, strategy=on_mesh(context=2), steps=2),
 }
 
 

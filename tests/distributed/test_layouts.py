@@ -14,6 +14,8 @@ CASES = [
     "grpo_token",
     "grpo_sequence",
     "grpo_constant",
+    "rm",
+    "rm_fewer_pairs_than_ranks",
 ]
 
 
@@ -60,6 +62,18 @@ def test_three_steps_lead_to_the_same_weights(outcomes: dict, mesh: str, world_s
     # four processes are two of the named axis and two that shard
     ours, reference = outcomes[world_size][f"sft_three_steps{mesh}"], outcomes[1]["sft_three_steps"]
     assert largest_difference(ours["weights"], reference["weights"]) < 1e-4
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mesh", ["", "_replicated", "_tensor", "_context"])
+def test_a_reward_model_learns_the_same_from_pairs_on_any_mesh(outcomes: dict, mesh: str, world_size: int) -> None:
+    ours, reference = outcomes[world_size][f"rm{mesh}"], outcomes[1]["rm"]
+    assert largest_difference(ours["gradients"], reference["gradients"]) < 1e-5
+    assert largest_difference(ours["weights"], reference["weights"]) < 1e-5  # after two steps
+    for step in (0, 1):
+        for name in ("loss", "grad_norm", "accuracy", "margin", "chosen_reward", "rejected_reward"):
+            expected = reference["steps"][step][f"train/{name}"]
+            assert ours["steps"][step][f"train/{name}"] == pytest.approx(expected, rel=2e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from rl2lightning import GRPO, SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
+from rl2lightning import (
+    GRPO,
+    RM,
+    SFT,
+    ChatDataModule,
+    FSDP2TPStrategy,
+    OptimizerConfig,
+    PreferenceDataModule,
+    PromptDataModule,
+    RolloutCallback,
+)
 from rl2lightning.cli import Trainer
+from rl2lightning.models.build import full_weights
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import SamplingParams
@@ -49,7 +60,7 @@ class Record(L.Callback):
         self.steps.append({**metrics, **self.drawn, **data, "lr": trainer.optimizers[0].param_groups[0]["lr"]})
 
     def on_train_end(self, trainer, pl_module) -> None:
-        self.weights = {name: x.clone() for name, x in pl_module.policy_weights()}
+        self.weights = {name: x.clone() for name, x in full_weights(pl_module.primary.model.lm)}
         if getattr(pl_module, "reference", None) is not None:
             self.reference = {name: p.full_tensor().clone() for name, p in pl_module.reference.lm.named_parameters()}
 
@@ -90,8 +101,14 @@ def grpo(model: str, task: str, **settings):
     return module, data, [RolloutCallback(environment=task)]
 
 
+def rm(model: str, task: str):
+    data = PreferenceDataModule(f"pairs@{task}", batch_size=8, max_length=32)
+    return RM(model, optimizer=OPTIMIZER, max_tokens_per_device=60), data, []
+
+
 CASES = {
     "sft": sft,
+    "rm": rm,
     "grpo": lambda model, task: grpo(model, task, updates_per_rollout=1),
     "grpo_two_updates_per_rollout": grpo,
     # the reference moves at steps 2, 4, 6, so that a checkpoint has to carry it
