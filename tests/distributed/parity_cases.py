@@ -234,7 +234,6 @@ def plain_scalar_step(model: Any, head: torch.Tensor, seqs: Sequences, kind: Kin
     """Half the squared distance of values, or of the reward, to the advantages; the loss of a reward model on pairs."""
     total, num_actions = torch.zeros((), dtype=head.dtype), int(seqs.action_mask.sum())
     last = []
-    last = []
     for i in range(len(seqs)):
         one = seqs.select([i])
         mask = one.action_mask[1:]
