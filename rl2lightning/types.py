@@ -22,6 +22,27 @@ class RolloutError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class StructuredOutput:
+    """A form that every turn has to keep to: exactly one of the three. The engine draws from the tokens that fit.
+
+    Args:
+        json_schema: a JSON schema, as a mapping or as text.
+        regex: a regular expression for the whole turn.
+        choice: the texts that a turn can be.
+    """
+
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        named = [name for name in ("json_schema", "regex", "choice") if getattr(self, name)]
+        if len(named) != 1:
+            given = f"{' and '.join(named)} are" if named else "nothing is"
+            raise ValueError(f"sampling.structured: {given} set; set one of json_schema, regex and choice")
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How completions are drawn. The module owns it: the engine samples by it, the loss scores at its temperature.
 
@@ -34,6 +55,7 @@ class SamplingParams:
         min_tokens: no end of sequence before this many tokens.
         stop_token_ids: tokens that end a turn besides the model's own end-of-sequence tokens.
         stop: texts that end a turn; the token that completes one is the completion's last.
+        structured: a JSON schema, regular expression or choice that every turn keeps to, on engines that can (vLLM).
     """
 
     max_tokens: int = 1024
@@ -44,6 +66,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -68,9 +91,22 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def truncating(self) -> list[str]:
+        """The settings because of which some tokens can never be drawn, with their values."""
+        excluding = {
+            "top_p": self.top_p < 1,
+            "top_k": self.top_k > 0,
+            "min_p": self.min_p > 0,
+            "min_tokens": self.min_tokens > 0,  # no stop token before that many
+            "structured": self.structured is not None,
+        }
+        names = [name for name, excludes in excluding.items() if excludes]
+        return [name if name == "structured" else f"{name}={getattr(self, name)}" for name in names]
+
+    @property
     def truncates_support(self) -> bool:
         """Whether some tokens can never be drawn: then the full distribution is not the one sampled from."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_tokens > 0
+        return bool(self.truncating)
 
 
 @dataclass
@@ -110,7 +146,8 @@ class Trajectory:
     reward: float = 0.0  # what is trained on: the named rewards combined, plus the environment's own
     truncated: bool = False
     num_turns: int = 0
-    weight_version: int = 0
+    weight_version: int = 0  # optimizer step of the weights that chose the first action
+    weight_versions: list[int] = field(default_factory=list)  # [L], of those that chose each action, 0 off actions
 
     @property
     def num_actions(self) -> int:
@@ -124,6 +161,7 @@ class Trajectory:
 # [N] fields of Sequences that a step may or may not have
 _TOKEN_FIELDS = (
     "rewards", "rollout_logps", "old_logps", "ref_logps", "values", "advantages", "returns", "weights",
+    "weight_versions",
 )  # fmt: skip
 _SEQUENCE_FIELDS = (
     "group_ids", "trajectory_ids", "truncated", "labels", "margins", "weight_version", "sequence_weights",
@@ -148,7 +186,8 @@ class Sequences:
     labels: Tensor | None = None  # [B] bool, desirable or not (KTO), chosen or not (pairs)
     margins: Tensor | None = None  # [B] float, by how much the chosen half of a pair is better; NaN: not known
     ref_sums: Tensor | None = None  # [B] float, ref_logps summed over the actions of each sequence
-    weight_version: Tensor | None = None  # [B] long, optimizer step of the weights that generated it
+    weight_version: Tensor | None = None  # [B] long, optimizer step of the weights that generated it (its first action)
+    weight_versions: Tensor | None = None  # [N] long, of those that chose each action
     rewards: Tensor | None = None  # [N] float, and so on
     rollout_logps: Tensor | None = None
     old_logps: Tensor | None = None
@@ -289,6 +328,7 @@ class Sequences:
     @staticmethod
     def from_trajectories(trajectories: Sequence[Trajectory], *, temperature: float) -> Sequences:
         """One sequence per trajectory, with rewards and rollout log-probs."""
+        versions = [v for t in trajectories for v in t.weight_versions or [t.weight_version] * len(t.token_ids)]
         return Sequences.from_lists(
             [t.token_ids for t in trajectories],
             [t.action_mask for t in trajectories],
@@ -297,6 +337,7 @@ class Sequences:
             rollout_logps=[t.logps for t in trajectories],
             truncated=torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
             weight_version=torch.tensor([t.weight_version for t in trajectories], dtype=torch.long),
+            weight_versions=torch.tensor(versions, dtype=torch.long),
             temperature=temperature,
         )
 

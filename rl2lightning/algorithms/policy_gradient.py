@@ -70,23 +70,26 @@ class PolicyGradient(PostTrainingModule):
             raise ValueError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
         if sampling.greedy:
             raise ValueError("sampling.temperature=0 explores nothing: set a positive temperature for training")
-        if mismatch is not None and sampling.truncates_support:
+        if sampling.truncating and (mismatch is not None or advantage.corrects_mismatch):
+            settings = ", ".join(f"sampling.{setting}" for setting in sampling.truncating)
+            who = "mismatch correction" if mismatch is not None else type(advantage).__name__
+            instead = "mismatch to null" if mismatch is not None else "another advantage"
             raise ValueError(
-                "mismatch correction needs log-probs of the whole distribution: set sampling.top_p to 1, top_k and "
-                "min_p to 0, or mismatch to null"
+                f"{who} weighs by log-probs of the whole distribution, and {settings} cuts a part of it off: "
+                f"leave sampling whole (top_p 1, top_k, min_p and min_tokens 0, structured null), or set {instead}"
             )
         if mismatch is not None and advantage.corrects_mismatch:
             raise ValueError(f"{type(advantage).__name__} corrects the rollout mismatch already: set mismatch to null")
         if reference_every is not None and not kl.coef:
             raise ValueError(f"reference_every={reference_every} needs a reference: set kl.coef above 0")
-        self.sampling = sampling
-        self.samples_per_prompt = samples_per_prompt
-        self.advantage, self.policy_loss, self.kl, self.mismatch = advantage, policy_loss, kl, mismatch
         if reference_every is not None and self.lora is not None:
             raise ValueError(
                 f"reference_every={reference_every} does not go with lora, whose frozen model is the reference: "
                 "set one of them to null"
             )
+        self.sampling = sampling
+        self.samples_per_prompt = samples_per_prompt
+        self.advantage, self.policy_loss, self.kl, self.mismatch = advantage, policy_loss, kl, mismatch
         self.loss_level: LossLevel = loss_level
         self.loss_length = loss_length or sampling.max_tokens
         self.entropy_coef, self.log_entropy = entropy_coef, log_entropy
@@ -124,6 +127,17 @@ class PolicyGradient(PostTrainingModule):
                 f"loss_level 'constant' divides by the tokens of all turns: with max_turns={max_turns} set "
                 f"model.init_args.loss_length, for instance to {max_turns} * sampling.max_tokens"
             )
+
+    def check_partial(self) -> None:
+        if self.mismatch is None and not self.advantage.corrects_mismatch:
+            raise ValueError(
+                "partial rollouts hold tokens of earlier weights: set model.init_args.mismatch, or an advantage that "
+                "corrects for them (VTrace, Retrace, ClippedIS)"
+            )
+
+    @property
+    def structured(self) -> bool:
+        return self.sampling.structured is not None or super().structured
 
     def learn_from(self, rollout: Sequences | None) -> Sequences | None:
         """Scores a rollout, computes advantages and shuffles: the experience the next updates share out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rl2lightning.rollout.engine import RolloutEngine
 from rl2lightning.rollout.loop import Job, RolloutResult
+from rl2lightning.rollout.partial import Carried
 from rl2lightning.types import RolloutError
 
 
@@ -53,29 +54,36 @@ class Generators:
             dist.destroy_process_group(self.group)
         self.group = None
 
-    def play(self, jobs: list[Job], run: Callable[[list[Job]], RolloutResult]) -> RolloutResult:
-        """The result of this replica's jobs, on all of its processes.
+    def play(
+        self, jobs: list[Job], run: Callable[[list[Job], list[Carried]], RolloutResult], carried: Sequence[Carried] = ()
+    ) -> RolloutResult:
+        """The result of this replica's jobs, on all of its processes; what is carried on, on all of the run.
 
         Args:
-            run: plays jobs on this process's engine; called where that is led.
+            run: plays jobs, and goes on with what was carried, on this process's engine; called where that is led.
+            carried: of earlier rollouts of the whole run, the same on all processes. Groups are dealt to the engines;
+                those that are complete now go to the first replica of their engine.
 
         Raises:
             RolloutError: the run failed on some engine; on all processes of the run.
         """
-        share = self.share(jobs)
+        share, ours = self.share(jobs), self.share_of_carried(carried)
         error: Exception | None = None
         try:
-            outcome: Any = self.engine.together(lambda: run(share))
+            outcome: Any = self.engine.together(lambda: run(share, ours))
         except Exception as raised:
             kind = "" if isinstance(raised, ValueError) else f"{type(raised).__name__}: "
             error, outcome = raised, Failure(f"{kind}{raised}")
-        outcomes = self._gather(outcome)
-        failures = [x for x in outcomes if isinstance(x, Failure)]
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, failures[0] if failures else None)
-        if failure := next((x for x in everywhere if x is not None), None):
+        left = outcome.carried if isinstance(outcome, RolloutResult) else []
+        dist.all_gather_object(everywhere, outcome if isinstance(outcome, Failure) else left)
+        if failure := next((x for x in everywhere if isinstance(x, Failure)), None):
             raise RolloutError(failure.message) from error
-        return self.result(outcomes[:: self.engine.tensor], jobs)
+        if isinstance(outcome, RolloutResult):
+            outcome.carried = []  # all processes have them
+        result = self.result(self._gather(outcome)[:: self.engine.tensor], jobs, carried)
+        result.carried = sorted((c for part in everywhere for c in part), key=lambda c: c.key)
+        return result
 
     def share(self, jobs: list[Job]) -> list[Job]:
         """The jobs of this process's engine."""
@@ -83,15 +91,24 @@ class Generators:
         order = {group: i for i, group in enumerate(dict.fromkeys(job.group_id for job in together))}
         return [job for job in together if order[job.group_id] % self.num_engines == self.engine_index]
 
-    def result(self, parts: list[RolloutResult], jobs: list[Job]) -> RolloutResult:
+    def share_of_carried(self, carried: Sequence[Carried]) -> list[Carried]:
+        """What this process's engine goes on with: whole groups, dealt to all engines of the run."""
+        order = {group: i for i, group in enumerate(dict.fromkeys(c.trajectory.group_id for c in carried))}
+        engines, mine = dist.get_world_size() // self.engine.tensor, dist.get_rank() // self.engine.tensor
+        return [c for c in carried if order[c.trajectory.group_id] % engines == mine]
+
+    def result(self, parts: list[RolloutResult], jobs: list[Job], carried: Sequence[Carried] = ()) -> RolloutResult:
         """What became of this replica's jobs, in their order.
 
-        What engines have counted is not told apart by replica: the first of a unit takes it, so that sums are right.
+        What engines have counted is not told apart by replica: the first of a unit takes it, so that sums are right. So
+        it is with trajectories that were carried.
         """
         if len(parts) == 1 and self.group is None:
             return parts[0]
         played = {(t.group_id, t.sample_id): t for part in parts for t in part.trajectories}
         keys = [(job.group_id, job.sample_id) for job in jobs]
+        if self.replica_index == 0:
+            keys += [c.key for c in carried]
         result = RolloutResult([played[key] for key in keys if key in played])
         result.seconds = max(part.seconds for part in parts)
         for field in fields(RolloutResult):

@@ -24,6 +24,7 @@ from rl2lightning.rollout.auto import default_engine
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine
 from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop, RolloutResult
+from rl2lightning.rollout.partial import Carried, PartialRollouts
 from rl2lightning.seeding import run_seed
 from rl2lightning.types import ChatBatch, PromptBatch, RolloutError, SamplingParams, Sequences, Trajectory
 
@@ -52,6 +53,8 @@ class RolloutCallback(L.Callback):
         tool_workers: environment steps and rewards that run at a time.
         check_logps: when to compare log-probs of some sampled tokens with the trainer's, and stop if they differ by
             more than rounding: after the first push, before every rollout, or never.
+        partial: end rollouts before their longest trajectories do, which go on in the next one; None: play all to the
+            end.
         seed: of the sampling, with the prompt, the sample and the turn; None: that of the run (`seed_everything`).
     """
 
@@ -71,6 +74,7 @@ class RolloutCallback(L.Callback):
         apply_chat_template: bool | None = None,
         tool_workers: int = 32,
         check_logps: Literal["first", "always", "never"] = "first",
+        partial: PartialRollouts | None = None,
         seed: int | None = None,
     ) -> None:
         self._choose = not isinstance(engine, RolloutEngine)
@@ -89,6 +93,8 @@ class RolloutCallback(L.Callback):
         self.tool_workers = tool_workers
         self.seed = run_seed() if seed is None else seed
         self.check_logps = check_logps
+        self.partial = partial
+        self._carried: list[Carried] = []  # of the whole run, the same on every process
         self.loop: RolloutLoop | None = None
         self._generators: Generators | None = None
         self._strategy: Any = None
@@ -99,25 +105,30 @@ class RolloutCallback(L.Callback):
         self._predictions: list[dict[str, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed}
+        return {"seed": self.seed, "carried": [c.state_dict() for c in self._carried]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seed = state_dict["seed"]  # a run goes on sampling as it did, whatever seed it is resumed with
+        self._carried = [Carried.of(state) for state in state_dict.get("carried", ())]
 
     # ---- the engine's life
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if stage == "fit":  # a new run; a checkpoint is restored after this
+            self._carried = []
         if self._strategy is not None:
             return
         self._strategy = strategy = pl_module.strategy  # which says so if it is not ours
         self._trainer = trainer
         if self._choose:
-            self.engine, why = default_engine(strategy.root_device.type)
+            self.engine, why = default_engine(strategy.root_device.type, pl_module.local_model_path())
             rank_zero_info(why)
         tokenizer = load_tokenizer(pl_module.tokenizer_path)
         from_data = getattr(trainer.datamodule, "apply_chat_template", True)  # type: ignore[attr-defined]
         chat = from_data if self.apply_chat_template is None else self.apply_chat_template
         pl_module.check_turns(self.max_turns)
+        if self.partial is not None and stage == "fit":
+            pl_module.check_partial()
         self._check_due = self.check_logps != "never"
         self._generators = Generators(self.engine, strategy.meshes.replica.size())
         for reward in self.rewards:
@@ -129,6 +140,7 @@ class RolloutCallback(L.Callback):
                 dtype=strategy.compute_dtype,
                 stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path(), apply_chat_template=chat),
                 tokenizer=tokenizer,
+                structured=pl_module.structured,
             )
         )
         self.engine.sleep()  # the model that is trained comes next, and has the device to itself
@@ -168,16 +180,30 @@ class RolloutCallback(L.Callback):
         if self.engine.version != trainer.global_step:
             self.engine.update_weights(pl_module.policy_weights(), trainer.global_step)
 
-    def play(self, jobs: list[Job], sampling: SamplingParams) -> RolloutResult:
-        """Runs this replica's trajectories through engines, environment and rewards; all its processes get them."""
+    def play(
+        self, jobs: list[Job], sampling: SamplingParams, *, partial: PartialRollouts | None = None
+    ) -> RolloutResult:
+        """Runs this replica's trajectories through engines, environment and rewards; all its processes get them.
+
+        Args:
+            partial: goes on with what earlier rollouts left, and leaves what is cut off now.
+        """
+        carried = [] if partial is None else self._carried
         loop, generators, bar = self.loop, self._generators, self._trainer.progress_bar_callback
         assert loop is not None and generators is not None
         progress = bar.generation if isinstance(bar, StepProgressBar) else None
+
+        def run(share: list[Job], ours: list[Carried]) -> RolloutResult:
+            return loop.run(share, sampling, self.seed, partial=partial, carried=ours, progress=progress)
+
         try:
-            return generators.play(jobs, lambda share: loop.run(share, sampling, self.seed, progress=progress))
+            result = generators.play(jobs, run, carried)
         finally:
             if progress is not None:
                 bar.generation_ended()
+        if partial is not None:
+            self._carried = result.carried
+        return result
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -190,11 +216,14 @@ class RolloutCallback(L.Callback):
     def collect(
         self, trainer: L.Trainer, pl_module: Any, rows: list[dict], indices: list[int], metrics: RolloutMetrics
     ) -> list[Trajectory]:
-        """The trajectories of this process's prompts, samples_per_prompt each."""
+        """The trajectories of this process's prompts, samples_per_prompt each.
+
+        Of partial rollouts, those of the groups that are complete now, whichever rollout they began in.
+        """
         samples = range(pl_module.samples_per_prompt)
         jobs = [Job(row, group_id=i, sample_id=k) for row, i in zip(rows, indices, strict=True) for k in samples]
-        result = self.play(jobs, pl_module.sampling)
-        metrics.add(result)
+        result = self.play(jobs, pl_module.sampling, partial=self.partial)
+        metrics.add(result, version=self.engine.version if self.partial is not None else None)
         return result.trajectories
 
     def keep(self, group: list[Trajectory]) -> bool:
@@ -207,21 +236,28 @@ class RolloutCallback(L.Callback):
         if not isinstance(batch, PromptBatch) or not batch.first_of_rollout:
             return
         metrics = RolloutMetrics(self.success_threshold)
+        carried = self._carried
         try:
             self.push(trainer, pl_module)
             with self._awake():
                 trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
+                while self._carried and not self._anywhere(trajectories):  # nothing to learn from yet
+                    trajectories = self.collect(trainer, pl_module, [], [], metrics)
                 if self.dynamic_sampling:
                     trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
                 probe = self._probe(trajectories)
             self._compare(pl_module, probe)
         except RolloutError:
+            self._carried = carried
             if self._data_position is not None:  # a checkpoint of this state goes on with this very rollout
                 trainer.datamodule.load_state_dict(self._data_position)  # type: ignore[attr-defined]
             raise
         batch.trajectories, batch.rolled_out = trajectories, True
         if trajectories:
             batch.rollout = Sequences.from_trajectories(trajectories, temperature=pl_module.sampling.temperature)
+        if self.partial is not None and pl_module.strategy.data_rank == 0:  # every process has all of them
+            metrics.count("partial", sum(not c.ended for c in self._carried))
+            metrics.count("waiting", sum(c.ended for c in self._carried))
         logged = metrics.reduce(pl_module.strategy.gather_objects)
         pl_module.log("rollout/reward", logged.pop("reward", float("nan")), prog_bar=True, batch_size=1)
         pl_module.log_dict({f"rollout/{name}": x for name, x in logged.items()}, batch_size=1)
@@ -233,6 +269,17 @@ class RolloutCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._note_position(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._carried:
+            rank_zero_info(
+                f"{len(self._carried)} trajectories of partial rollouts were not learned from; a run that goes on from "
+                "a checkpoint of now goes on with them"
+            )
+
+    def _anywhere(self, trajectories: list[Trajectory]) -> bool:
+        """Whether any process has a trajectory."""
+        return any(self._strategy.gather_objects(bool(trajectories)))
 
     def _note_position(self, trainer: L.Trainer) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -262,7 +309,7 @@ class RolloutCallback(L.Callback):
         kept = self._filter(trajectories, metrics)
         for _ in range(self.max_refills):
             missing = wanted - sum(strategy.gather_objects(_num_groups(kept)))  # type: ignore[attr-defined]
-            if missing == 0:
+            if missing <= 0:  # of partial rollouts more groups may have become complete
                 break
             rows, indices = trainer.datamodule.draw(missing)  # type: ignore[attr-defined]
             mine = torch.arange(len(rows)).tensor_split(strategy.data_size)[strategy.data_rank].tolist()  # type: ignore[attr-defined]

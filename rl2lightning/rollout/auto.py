@@ -8,12 +8,19 @@ from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.vllm import VLLMEngine
 
 
-def default_engine(device_type: str) -> tuple[RolloutEngine, str]:
-    """vLLM where it is installed for such a device, the embedded engine elsewhere; and a line that says which."""
+def default_engine(device_type: str, model_path: str | None = None) -> tuple[RolloutEngine, str]:
+    """vLLM where it is installed for such a device and such a model, the embedded engine elsewhere; and a line that
+    says which."""
     version = vllm_backend.installed(device_type)
     if version is None:
         package = vllm_backend.DISTRIBUTIONS.get(device_type, "vllm")
         return HFEngine(), f"rollouts by the embedded engine: {package} is not installed"
     if not vllm_backend.supported(version):
         return HFEngine(), f"rollouts by the embedded engine: vLLM {version} is installed, 0.26 to 0.32 are supported"
+    if model_path is not None:
+        from transformers import AutoConfig
+
+        problem = vllm_backend.cannot_run(AutoConfig.from_pretrained(model_path), device_type)
+        if problem is not None:
+            return HFEngine(), f"rollouts by the embedded engine: {problem}"
     return VLLMEngine(), f"rollouts by vLLM {version}"

@@ -37,6 +37,8 @@ class EngineSpec:
             completion they end.
         max_model_len: most tokens of prompt and completion together; None is the model's own limit.
         tokenizer: reads completions where `SamplingParams.stop` names texts that end them.
+        structured: whether requests will come with `SamplingParams.structured`, which an engine may have to prepare
+            for; it needs the tokenizer, too.
     """
 
     model_path: str
@@ -45,6 +47,7 @@ class EngineSpec:
     stop_token_ids: tuple[int, ...] = ()
     max_model_len: int | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    structured: bool = False
 
 
 def longest_sequence(config: PretrainedConfig, spec: EngineSpec, of_engine: int | None) -> int:
@@ -92,8 +95,14 @@ class RolloutEngine(ABC):
         """Requests submitted whose completion neither `step` nor `abort` has returned."""
 
     @abstractmethod
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int, begun: int = 0
+    ) -> None:
         """Queues a request.
+
+        The last `begun` tokens of the prompt are the beginning of the completion, which was aborted and goes on, maybe
+        under other weights: they count as tokens of it, and are read for texts that end it. What is returned are the
+        tokens that come after them.
 
         The result depends on the weights, the arguments and nothing else: not on the requests it runs beside (up to
         the rounding of batched arithmetic), not on the order of submission. A prompt that leaves no room under
@@ -101,7 +110,7 @@ class RolloutEngine(ABC):
 
         Raises:
             RuntimeError: without weights, or asleep.
-            ValueError: empty prompt, or an id that is running already.
+            ValueError: empty prompt, an id that is running already, or sampling that the engine cannot do.
         """
 
     @abstractmethod

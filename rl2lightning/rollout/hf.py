@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
 
+_NO_GRAMMARS = "sampling.structured needs an engine that follows grammars, rl2lightning.VLLMEngine; HFEngine does not"
 _MAX_MASK_ELEMENTS = 1 << 26  # of a padded prefill's [prompts, length, length] mask
 
 
@@ -63,6 +64,8 @@ class HFEngine(RolloutEngine):
     def start(self, spec: EngineSpec) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        if spec.structured:
+            raise ValueError(_NO_GRAMMARS)
         config = AutoConfig.from_pretrained(spec.model_path)
         self._num_layers = _num_full_attention_layers(config)
         self._max_len = longest_sequence(config, spec, self.max_model_len)
@@ -128,7 +131,9 @@ class HFEngine(RolloutEngine):
     def unfinished(self) -> int:
         return len(self._live)
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int, begun: int = 0
+    ) -> None:
         self._started()
         if self.version is None:
             raise RuntimeError("the engine holds no complete set of weights; call update_weights before generating")
@@ -139,14 +144,17 @@ class HFEngine(RolloutEngine):
         prompt = list(prompt_ids)
         if not prompt:
             raise ValueError(f"request '{request_id}' has an empty prompt; give at least one token")
-        watch = stop_watch(sampling, self.running_on.tokenizer if self.running_on else None)
+        if sampling.structured is not None:
+            raise ValueError(_NO_GRAMMARS)
+        begin = prompt[len(prompt) - begun :]
+        watch = stop_watch(sampling, self.running_on.tokenizer if self.running_on else None, begin)
         self._live.add(request_id)
-        room = self._max_len - len(prompt)
-        if room < 1:
+        limit = min(self._max_len - len(prompt), sampling.max_tokens - begun)
+        if limit < 1:
             self._rejected.append(Completion(request_id, prompt, [], [], "length", self.version))
             return
         stop = tuple(dict.fromkeys((*self._stop_token_ids, *sampling.stop_token_ids)))
-        limit = min(room, sampling.max_tokens)
+        sampling = replace(sampling, min_tokens=max(0, sampling.min_tokens - begun))
         self._waiting.append(Request(request_id, prompt, sampling, seed, self.version, limit, stop, watch))
 
     @torch.inference_mode()

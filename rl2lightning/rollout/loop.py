@@ -1,65 +1,35 @@
-"""Plays episodes: many trajectories at once through one engine, their environments and rewards in threads.
+"""Plays many trajectories at once through one engine, their environments and rewards in threads.
 
-An episode is a generator, read from top to bottom in `RolloutLoop._episode`: it yields what it wants next, tokens or a
-call into user code, and is resumed with the outcome. `Scheduler` runs all of them.
+What a trajectory is made of is in `episode.py`; `Scheduler` runs all of them.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from rl2lightning.data.chat import as_messages, encode_prompt, encode_reply, row_tools
-from rl2lightning.environments.base import Environment, StepResult
-from rl2lightning.environments.event_loop import Abandoner, EventLoop
-from rl2lightning.rewards.base import OnRewardError, Reward, RewardTransform, Scored, WeightedSum, score
-from rl2lightning.rollout.engine import RolloutEngine, derive_seed
-from rl2lightning.rollout.scheduler import Call, Generate, Scheduler
-from rl2lightning.types import Completion, Message, Row, SamplingParams, Trajectory
+from rl2lightning.data.chat import encode_prompt
+from rl2lightning.environments.base import Environment
+from rl2lightning.rewards.base import OnRewardError, Reward, RewardTransform, WeightedSum
+from rl2lightning.rollout.engine import RolloutEngine
+from rl2lightning.rollout.episode import Episodes, Job, Rollout, RolloutResult
+from rl2lightning.rollout.partial import Carried, PartialRollouts, check_rows, whole_groups
+from rl2lightning.rollout.scheduler import Scheduler
+from rl2lightning.types import Message, Row, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int, int], None]  # finished trajectories, all trajectories, tokens generated
-Episode = Generator[Generate | Call, Any, Trajectory | None]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One trajectory to play. Samples of one prompt share a group; (group_id, sample_id) decides the random numbers."""
-
-    row: Row
-    group_id: int
-    sample_id: int = 0
-
-
-@dataclass
-class RolloutResult:
-    """Trajectories in the order of their jobs, and a count of all that is not in them.
-
-    Every job is in exactly one of `trajectories`, `num_dropped` and `num_prompts_too_long`.
-    """
-
-    trajectories: list[Trajectory] = field(default_factory=list)
-    reward_errors: Counter[str] = field(default_factory=Counter)  # "reward/cause" -> how often
-    environment_errors: Counter[str] = field(default_factory=Counter)  # "reset/exception", "step/…" -> how often
-    counts: Counter[str] = field(default_factory=Counter)  # what the environment counted, over all steps
-    num_dropped: int = 0  # a reward failed under on_reward_error: drop, or the environment could not begin
-    num_prompts_too_long: int = 0  # prompts that leave no room under the engine's max_model_len
-    num_truncated: int = 0  # trajectories cut off by max_tokens or max_model_len; they are in `trajectories`
-    num_tokens: int = 0  # generated, also by those that were dropped
-    seconds: float = 0.0
 
 
 class RolloutLoop:
@@ -109,19 +79,25 @@ class RolloutLoop:
             raise ValueError(f"two rewards are named '{twice[0]}'; give one of them another name")
         self.engine, self.tokenizer, self.environment = engine, tokenizer, environment
         self.transform = transform or WeightedSum()
-        self.max_turns, self.tool_workers = max_turns, tool_workers
-        self.on_reward_error: OnRewardError = on_reward_error
-        self.on_environment_error = on_environment_error
-        self.apply_chat_template = apply_chat_template
-        self._event_loop, self._threads = EventLoop(), Abandoner()
-        self._check_template()
+        self.tool_workers = tool_workers
+        self._episodes = Episodes(
+            tokenizer,
+            environment=environment,
+            rewards=self.rewards,
+            max_turns=max_turns,
+            on_reward_error=on_reward_error,
+            on_environment_error=on_environment_error,
+            apply_chat_template=apply_chat_template,
+        )
+        if apply_chat_template:
+            self._check_template()
 
     def _check_template(self) -> None:
         """Says so where a chat template drops the tools that it is handed."""
         tools = None if self.environment is None else self.environment.tools
-        if not tools or not self.apply_chat_template:
+        if not tools:
             return
-        ask = partial(encode_prompt, self.tokenizer, [{"role": "user", "content": "?"}])
+        ask = functools.partial(encode_prompt, self.tokenizer, [{"role": "user", "content": "?"}])
         try:
             ignored = ask(tools=tools) == ask(tools=None)
         except ValueError:  # a template that needs them, or another kind of conversation
@@ -134,13 +110,21 @@ class RolloutLoop:
             )
 
     def run(
-        self, jobs: Sequence[Job], sampling: SamplingParams, seed: int, *, progress: Progress | None = None
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        partial: PartialRollouts | None = None,
+        carried: Sequence[Carried] = (),
+        progress: Progress | None = None,
     ) -> RolloutResult:
-        """Plays all jobs.
+        """Plays all jobs, to their end or, with `partial`, as far as that lets them.
 
         Args:
             seed: of this rollout; each turn's own is derived from it, the job's group and sample, and the turn, so a
                 trajectory does not depend on the others.
+            carried: what an earlier rollout with the same seed left, which is gone on with; it stays as it is.
             progress: called now and then from this thread.
 
         Raises:
@@ -148,162 +132,41 @@ class RolloutLoop:
             Whatever the engine raises. In any case no request and no thread is left behind.
         """
         begin = time.perf_counter()
-        result = RolloutResult()
-        prompts: dict[int, tuple[list[Message], list[int]]] = {}
-        episodes = [self._episode(job, seed, prompts, result) for job in jobs]
+        self._check_ends(sampling)
+        if partial is not None:
+            check_rows(job.row for job in jobs)
+        rollout = Rollout(seed, sampling, self.engine.version or 0, partial)
+        result = rollout.result
+        left = [c.copy() for c in carried if not c.ended]
+        new = [self._episodes.play(job, rollout) for job in jobs]
+        episodes = [rollout.counted(episode) for episode in (*(self._episodes.go_on(c, rollout) for c in left), *new)]
 
         def tick(finished: int) -> None:
             if progress is not None:
-                progress(finished, len(jobs), result.num_tokens)
+                progress(finished, len(episodes), result.num_tokens)
+
+        def enough() -> bool:
+            return partial is not None and partial.enough(rollout.num_ended, len(episodes))
 
         scheduler = Scheduler(self.engine, sampling, num_workers=self.tool_workers)
-        result.trajectories = [t for t in scheduler.run(episodes, tick) if t is not None]
+        played = [c for c in scheduler.run(episodes, tick, enough) if c is not None]
+        result.trajectories = [c.trajectory for c in played]
+        if partial is not None:
+            waited = [c.copy() for c in carried if c.ended]
+            result.trajectories, result.carried = whole_groups([*waited, *played])
         self._combine(result.trajectories)
         result.num_truncated = sum(trajectory.truncated for trajectory in result.trajectories)
         result.seconds = time.perf_counter() - begin
         return result
 
-    # -- one episode ----------------------------------------------------------------------------------------------
-
-    def _episode(
-        self, job: Job, seed: int, prompts: dict[int, tuple[list[Message], list[int]]], result: RolloutResult
-    ) -> Episode:
-        """The trajectory of a job, or None if it was dropped (and counted in `result`)."""
-        if self.environment is None:
-            messages = self._reset(job.row)
-        else:
-            try:
-                messages = yield Call(self._reset, job.row)
-            except Exception as error:
-                self._environment_failed("reset", error, job.row, result)
-                result.num_dropped += 1
-                return None
-        trajectory = self._begin(job, messages, prompts)
-        reply: list[int] = []  # what the environment said last: part of the trajectory once the policy answers it
-        for turn in range(self.max_turns):
-            turn_seed = derive_seed(seed, job.group_id, job.sample_id, turn)
-            completion: Completion = yield Generate(trajectory.token_ids + reply, turn_seed)
-            result.num_tokens += len(completion.token_ids)
-            if not completion.token_ids:
-                if turn == 0:
-                    result.num_prompts_too_long += 1
-                    return None
-                trajectory.truncated = True  # the context is full
-                break
-            self._append(trajectory, reply, completion)
-            if completion.truncated or turn + 1 == self.max_turns:
-                break
-            try:
-                answer: StepResult = yield Call(self._step, list(trajectory.messages), job.row)
-            except Exception as error:
-                self._environment_failed("step", error, job.row, result)
-                break
-            before = list(trajectory.messages)
-            trajectory.rewards[-1] += answer.reward
-            trajectory.messages += answer.messages
-            result.counts.update(answer.counts)
-            if answer.done or not answer.messages:
-                break
-            try:
-                closing = completion.token_ids[-1] if completion.stop is None else None
-                reply = self._reply(before, answer.messages, closing)
-            except ValueError as error:  # the template refuses it, or it holds our placeholder
-                self._environment_failed("reply", error, job.row, result)
-                break
-        return (yield from self._score(trajectory, result))
-
-    def _begin(
-        self, job: Job, messages: list[Message], prompts: dict[int, tuple[list[Message], list[int]]]
-    ) -> Trajectory:
-        if job.group_id not in prompts or prompts[job.group_id][0] != messages:
-            tools = row_tools(job.row) if self.environment is None else self.environment.tools
-            ids = encode_prompt(self.tokenizer, messages, tools=tools, apply_chat_template=self.apply_chat_template)
-            prompts[job.group_id] = ([dict(message) for message in messages], ids)
-        ids = prompts[job.group_id][1]
-        return Trajectory(
-            row=job.row,
-            group_id=job.group_id,
-            sample_id=job.sample_id,
-            messages=messages,
-            token_ids=list(ids),
-            action_mask=[False] * len(ids),
-            logps=[0.0] * len(ids),
-            rewards=[0.0] * len(ids),
-        )
-
-    def _append(self, trajectory: Trajectory, reply: list[int], completion: Completion) -> None:
-        """The environment's tokens and the turn that the policy answered with."""
-        for ids, logps, is_action in (
-            (reply, [0.0] * len(reply), False),
-            (completion.token_ids, completion.logps, True),
-        ):
-            trajectory.token_ids += ids
-            trajectory.action_mask += [is_action] * len(ids)
-            trajectory.logps += logps
-            trajectory.rewards += [0.0] * len(ids)
-        if trajectory.num_turns == 0:
-            trajectory.weight_version = completion.weight_version
-        trajectory.num_turns += 1
-        trajectory.truncated = completion.truncated
-        whole = completion.truncated or completion.stop is not None  # otherwise the last is a stop token
-        said = completion.token_ids if whole else completion.token_ids[:-1]
-        text = self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        trajectory.messages.append({"role": "assistant", "content": text})
-
-    def _reply(self, messages: list[Message], new: list[Message], stop_token_id: int | None) -> list[int]:
-        assert self.environment is not None
-        return encode_reply(
-            self.tokenizer,
-            messages,
-            new,
-            stop_token_id=stop_token_id,
-            tools=self.environment.tools,
-            apply_chat_template=self.apply_chat_template,
-        )
-
-    def _reset(self, row: Row) -> list[Message]:
-        if self.environment is None:
-            return as_messages(row["messages"])
-        return as_messages(self._in_time(partial(self.environment.reset, row)))
-
-    def _step(self, messages: list[Message], row: Row) -> StepResult:
-        assert self.environment is not None
-        answer = self._in_time(partial(self.environment.step, messages, row))
-        if not isinstance(answer, StepResult):
-            raise TypeError(f"step must return a StepResult, got {type(answer).__name__}")
-        if not math.isfinite(answer.reward):
-            raise ValueError(f"step returned the reward {answer.reward}")
-        new = as_messages(answer.messages) if answer.messages else []
-        return StepResult(new, float(answer.reward), answer.done, dict(answer.counts))
-
-    def _in_time(self, call: Callable[[], Any]) -> Any:
-        """What a method of the environment returns, awaited where it is a coroutine."""
-        assert self.environment is not None
-        timeout = self.environment.timeout
-        value = call() if timeout is None else self._threads.run(call, timeout, "environment")
-        return self._event_loop.run(value, timeout) if inspect.iscoroutine(value) else value
-
-    def _environment_failed(self, where: str, error: Exception, row: Row, result: RolloutResult) -> None:
-        what = f"{type(self.environment).__name__}.{where} raised {type(error).__name__}: {error}"
-        if self.on_environment_error == "error":
-            raise ValueError(f"{what} on row {str(row)[:300]}; mend it, or set on_environment_error: end") from error
-        cause = f"{where}/{type(error).__name__}"
-        if cause not in result.environment_errors:  # one trace of each kind; the rest is counted
-            _log.warning("%s; counted, and its trajectory ended", what, exc_info=error)
-        result.environment_errors[cause] += 1
-
-    # -- rewards --------------------------------------------------------------------------------------------------
-
-    def _score(self, trajectory: Trajectory, result: RolloutResult) -> Episode:
-        if not self.rewards:
-            return trajectory
-        scored: Scored = yield Call(partial(score, on_error=self.on_reward_error), trajectory, self.rewards)
-        result.reward_errors += scored.errors
-        if scored.dropped:
-            result.num_dropped += 1
-            return None
-        trajectory.scores = scored.scores
-        return trajectory
+    def _check_ends(self, sampling: SamplingParams) -> None:
+        spec = self.engine.running_on
+        if spec is not None and not (spec.stop_token_ids or sampling.stop_token_ids or sampling.stop):
+            raise ValueError(
+                f"nothing ends a turn: the tokenizer and generation_config.json of '{spec.model_path}' name no "
+                "end-of-sequence token, and its chat template closes no turn with one, so every turn would run to "
+                "max_tokens; set sampling.stop_token_ids or sampling.stop"
+            )
 
     def _combine(self, trajectories: list[Trajectory]) -> None:
         """One reward for each trajectory: its named rewards combined, on its last action, plus those of its turns."""

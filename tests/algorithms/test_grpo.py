@@ -12,7 +12,7 @@ from torch import nn
 from rl2lightning import GRPO, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
 from rl2lightning.estimators import GAE, GroupRelative, MonteCarlo, VTrace
 from rl2lightning.policy_losses import KLPenalty, MismatchCorrection, Reinforce
-from rl2lightning.types import SamplingParams, Sequences
+from rl2lightning.types import SamplingParams, Sequences, StructuredOutput
 
 # ---- refusals
 
@@ -24,8 +24,11 @@ from rl2lightning.types import SamplingParams, Sequences
         ({"samples_per_prompt": 0}, "samples_per_prompt=0 must be at least 1"),
         ({"sampling": SamplingParams(temperature=0.0)}, r"sampling\.temperature=0 .* positive temperature"),
         ({"advantage": GAE()}, "GAE needs a critic"),
-        ({"mismatch": MismatchCorrection(), "sampling": SamplingParams(top_p=0.9)}, r"set sampling\.top_p to 1"),
-        ({"mismatch": MismatchCorrection(), "sampling": SamplingParams(top_k=5)}, r"top_k and min_p to 0"),
+        ({"mismatch": MismatchCorrection(), "sampling": SamplingParams(top_p=0.9)}, r"sampling\.top_p=0\.9 cuts"),
+        (
+            {"mismatch": MismatchCorrection(), "sampling": SamplingParams(top_k=5)},
+            r"sampling\.top_k=5 cuts.*top_k, min_p and min",
+        ),
         ({"mismatch": MismatchCorrection(), "sampling": SamplingParams(min_p=0.1)}, r"mismatch to null"),
         ({"reference_every": 5}, r"reference_every=5 needs a reference: set kl\.coef"),
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0"),
@@ -343,3 +346,25 @@ def test_bf16_true_scores_and_trains(tiny_model: str, task: str, tmp_path: Path,
     assert {p.dtype for p in module.policy.parameters()} == {torch.bfloat16}
     assert torch.isfinite(trainer.callback_metrics["train/grad_norm"])
     assert trainer.callback_metrics["train/grad_norm"].dtype == torch.float32
+
+
+class Corrected(GroupRelative):
+    """An estimator that weighs by old / rollout probabilities itself."""
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("who", ["mismatch", "advantage"])
+def test_log_probs_of_a_part_of_the_distribution_are_not_weighed_with(who: str) -> None:
+    form = StructuredOutput(regex="[0-9]+")
+    every = SamplingParams(top_p=0.9, top_k=5, min_p=0.1, min_tokens=2, structured=form)
+    corrects = {"mismatch": MismatchCorrection()} if who == "mismatch" else {"advantage": Corrected()}
+    names = (
+        r"sampling\.top_p=0\.9, sampling\.top_k=5, sampling\.min_p=0\.1, sampling\.min_tokens=2, sampling\.structured "
+    )
+    with pytest.raises(ValueError, match=f"{'Corrected' if who == 'advantage' else 'mismatch correction'}.*{names}"):
+        GRPO("model", sampling=every, **corrects)
+    GRPO("model", sampling=every)  # nothing is weighed
+    GRPO("model", sampling=SamplingParams(stop=("x",), stop_token_ids=(3,), temperature=0.5), **corrects)

@@ -87,7 +87,7 @@ def test_a_failure_of_any_process_is_raised_here(generators, monkeypatch):
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
 
-    def run(jobs):
+    def run(jobs, carried):
         raise OSError("no device")
 
     with pytest.raises(RolloutError, match="^OSError: no device$"):

@@ -34,7 +34,7 @@ OTHER = RolloutResult(
 
 def test_metrics_over_processes_are_those_of_all_trajectories_together() -> None:
     mine, theirs = filled(ONE), filled(OTHER)
-    apart = mine.reduce(lambda part: [part, (theirs.sums, theirs.totals, theirs.seconds)])
+    apart = mine.reduce(lambda part: [part, (theirs.sums, theirs.totals, theirs.seconds, theirs.oldest)])
     assert apart == pytest.approx(
         {
             "reward": 2.0,
@@ -61,7 +61,7 @@ def test_metrics_over_processes_are_those_of_all_trajectories_together() -> None
 
 def test_a_process_without_trajectories_does_not_count() -> None:
     nothing = filled()
-    both = nothing.reduce(lambda part: [part, (filled(ONE).sums, filled(ONE).totals, 2.0)])
+    both = nothing.reduce(lambda part: [part, (filled(ONE).sums, filled(ONE).totals, 2.0, 0)])
     assert both["reward"] == 2.0
     assert both["score/short"] == pytest.approx(0.3)
 
@@ -83,3 +83,18 @@ def test_what_an_environment_counts_is_averaged_over_trajectories() -> None:
     result = RolloutResult(played, counts=Counter({"tool_calls": 3, "tool_errors/timeout": 1}))
     metrics = filled(result, RolloutResult(played)).reduce(lambda part: [part])
     assert (metrics["tool_calls"], metrics["tool_errors/timeout"]) == (0.75, 0.25)
+
+
+def test_the_age_of_what_was_sampled_is_a_mean_over_trajectories_and_a_maximum_over_processes() -> None:
+    def sampled_by(*versions: int) -> RolloutMetrics:
+        t = trajectory(1.0, actions=len(versions))
+        t.weight_versions = [0, *versions]
+        metrics = RolloutMetrics(success_threshold=1.0)
+        metrics.add(RolloutResult([t]), version=7)
+        return metrics
+
+    mine, theirs = sampled_by(7, 7, 7), sampled_by(3, 3, 5, 7)
+    found = mine.reduce(lambda part: [part, (theirs.sums, theirs.totals, theirs.seconds, theirs.oldest)])
+    # ages 0 0 0 and 4 4 2 0: means 0 and 2.5
+    assert (found["age"], found["age_max"], found["resumed"]) == (1.25, 4, 0.5)
+    assert "age_max" not in filled(ONE).reduce(lambda part: [part])

@@ -224,13 +224,36 @@ def test_an_aborted_request_resumes_with_its_tokens_as_prompt(loaded, model, pro
     done = len(partial.token_ids)
     assert 5 <= done < 12
     assert partial.token_ids == whole.token_ids[:done]
-    loaded.submit("y", [4, 5, 6, *partial.token_ids], SamplingParams(max_tokens=12 - done), seed=7)
+    loaded.submit("y", [4, 5, 6, *partial.token_ids], sampling, seed=7, begun=done)
     rest = run(loaded)["y"]
     joined = partial.token_ids + rest.token_ids
+    assert (len(joined), rest.finish_reason) == (12, "length")
     expected = processed(model, [4, 5, 6], joined)
     torch.testing.assert_close(torch.tensor(partial.logps + rest.logps), expected, atol=1e-5, rtol=0)
     if loaded.draws_by_position:  # as if nothing had happened
         assert joined == whole.token_ids
+
+
+def test_what_was_begun_counts_for_the_least_and_the_most_tokens_and_its_text_is_read_on(
+    engine, model, model_path, tokenizer
+):
+    engine.start(EngineSpec(str(model_path), "cpu", torch.float32, tokenizer=tokenizer))
+    engine.update_weights(model.named_parameters(), version=0)
+    a, b, c, d = tokenizer.encode("abcd")
+    others = tuple(i for i in range(128) if i != d)
+    go_on = {"seed": 0, "begun": 3}
+    sampling = SamplingParams(max_tokens=20, stop=("cd",), min_tokens=4, stop_token_ids=others)
+    engine.submit("text", [9, a, b, c], sampling, **go_on)  # its 4th token can only be a "d"
+    done = run(engine)
+    assert (done["text"].token_ids, done["text"].stop, done["text"].logps) == ([d], "cd", [0.0])
+    engine.submit("most", [9, a, b, c], SamplingParams(max_tokens=5), **go_on)
+    engine.submit("full", [9, a, b, c], SamplingParams(max_tokens=3), **go_on)
+    engine.submit(
+        "least", [9, a, b, c], SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=others + (d,)), **go_on
+    )
+    done = run(engine)
+    assert [len(done[name].token_ids) for name in ("most", "full", "least")] == [2, 0, 1]
+    assert [done[name].finish_reason for name in ("most", "full", "least")] == ["length", "length", "stop"]
 
 
 def test_abort_reaches_running_waiting_and_rejected_requests_and_passes_over_the_rest(loaded):

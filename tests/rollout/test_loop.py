@@ -29,7 +29,9 @@ class ScriptedEngine(RolloutEngine):
         self.running: list[Completion] = []
         self.version = 5
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, seed: int, begun: int = 0
+    ) -> None:
         self.sent.append((list(prompt_ids), seed))
         said = self.answer(self.tokenizer.decode(prompt_ids))
         ids = self.tokenizer.encode(said)
@@ -178,7 +180,7 @@ def test_a_stop_token_that_is_no_special_one_is_a_token_but_not_said(tokenizer):
 
 def test_a_text_that_ends_a_turn_is_said_and_the_template_closes_the_turn(tokenizer):
     class StopsAtText(ScriptedEngine):
-        def submit(self, request_id, prompt_ids, sampling, *, seed) -> None:
+        def submit(self, request_id, prompt_ids, sampling, *, seed, begun=0) -> None:
             super().submit(request_id, prompt_ids, sampling, seed=seed)
             self.running[-1].stop = "!"
 

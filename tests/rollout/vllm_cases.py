@@ -21,6 +21,7 @@ from rl2lightning.callbacks.generation import Generators
 from rl2lightning.callbacks.logp_check import probe
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.loop import Job, RolloutLoop
+from rl2lightning.rollout.partial import Carried
 from rl2lightning.rollout.vllm import VLLMEngine
 from rl2lightning.types import RolloutError, SamplingParams, Trajectory
 
@@ -42,7 +43,7 @@ class Toy:
     def __init__(self, engine: VLLMEngine) -> None:
         self.loop = RolloutLoop(engine, build_tokenizer())
 
-    def __call__(self, jobs: list[Job]):
+    def __call__(self, jobs: list[Job], carried: list[Carried]):
         return self.loop.run(jobs, SamplingParams(max_tokens=6), seed=0)
 
 
@@ -110,7 +111,7 @@ def check_jobs(engine: VLLMEngine, *, replica_size: int) -> list[tuple[int, int,
     per_process = from_all(tokens)[::replica_size]
     assert sum(a for a, _ in per_process) == sum(b for _, b in per_process)  # counted once
 
-    def broken(share: list[Job]):
+    def broken(share: list[Job], carried: list[Carried]):
         raise OSError("out of order")
 
     with pytest.raises(RolloutError, match="OSError: out of order"):  # on all processes
