@@ -1,8 +1,9 @@
 """Additions like `37+58=` -> `95`: a data set small enough to learn from nothing, on a laptop, in a minute or two.
 
-`conversations` shows the answers (for supervised training), `pairs` sets a wrong one against each (for preferences),
-`prompts` asks for them and `reward_fn` marks what comes back (for reinforcement learning). All list the same 10,000
-problems in the same order, so that the same `split_seed` and `val_ratio` hold out the same ones.
+`conversations` shows the answers (for supervised training), `pairs` sets a wrong one against each and `labelled` says
+of an answer whether it is right (for preferences), `prompts` asks for them and `reward_fn` marks what comes back (for
+reinforcement learning). All list the same 10,000 problems in the same order, so that the same `split_seed` and
+`val_ratio` hold out the same ones.
 """
 
 import random
@@ -32,6 +33,16 @@ def pairs():
     return [
         {**row, "chosen": row["answer"], "rejected": _wrong(row["answer"], rng)}
         for row in prompts()
+    ]  # fmt: skip
+
+
+def labelled():
+    """Rows for UnpairedDataModule: one answer to each question, right or wrong, and which of the two it is."""
+    rng = random.Random(1)
+    rows = [(row, rng.random() < 0.5) for row in pairs()]
+    return [
+        {**row, "completion": row["chosen"] if right else row["rejected"], "label": right}
+        for row, right in rows
     ]  # fmt: skip
 
 

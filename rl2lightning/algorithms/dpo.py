@@ -57,8 +57,8 @@ class DPO(PreferenceModule):
 
     # ---- pairs
 
-    def units(self, seqs: Sequences) -> list[list[int]]:
-        return pair_units(seqs)
+    def units(self, seqs: Sequences) -> list[list[int]] | None:
+        return None if seqs.labels is None else pair_units(seqs)  # the reference scores single sequences, too
 
     def check(self, seqs: Sequences) -> None:
         check_pairs(seqs)

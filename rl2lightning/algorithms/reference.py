@@ -106,8 +106,8 @@ class PrecomputedReference:
     def _missing(self, seqs: Sequences | None) -> Sequences | None:
         if seqs is None:
             return None
-        # the loss has no use for the other fields, and some processes' rows may lack one
-        seqs = seqs.replace(margins=None)
+        # a half of a pair may be missing alone, and the rows of some processes may lack margins
+        seqs = seqs.replace(labels=None, margins=None)
         indices = [i for i, key in enumerate(sequence_keys(seqs)) if key not in self._numbers]
         return seqs.select(indices) if indices else None
 

@@ -99,7 +99,9 @@ def make_trainer(tokenizer_path):
     def make(*, rank=0, size=1, updates_per_rollout=1, validating=False, tokenizer=tokenizer_path):
         return SimpleNamespace(
             strategy=SimpleNamespace(data_rank=rank, data_size=size),
-            lightning_module=SimpleNamespace(tokenizer_path=tokenizer, updates_per_rollout=updates_per_rollout),
+            lightning_module=SimpleNamespace(
+                tokenizer_path=tokenizer, updates_per_rollout=updates_per_rollout, predicts_completions=True
+            ),
             global_step=0,
             overfit_batches=0.0,
             state=SimpleNamespace(fn=TrainerFn.VALIDATING if validating else TrainerFn.FITTING),

@@ -1,0 +1,192 @@
+"""Reference log-probs on disk: found when nothing changed, never when something did, complete or absent."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl2lightning import DPO, FSDP2TPStrategy, PreferenceDataModule
+from rl2lightning.algorithms import reference
+from rl2lightning.algorithms.reference import model_key, sequence_keys
+from rl2lightning.types import Sequences
+
+
+def test_the_key_of_a_sequence_is_that_of_its_tokens_and_actions_wherever_it_stands() -> None:
+    seqs = Sequences.from_lists(
+        [[1, 2, 3], [4, 5], [1, 2, 3]], [[False, True, True], [False, True], [False, True, True]]
+    )
+    first, second, third = sequence_keys(seqs)
+    assert first == third != second
+    assert sequence_keys(seqs.select([1, 0])) == [second, first]
+    other_mask = seqs.replace(action_mask=torch.tensor([False, False, True, False, True, False, True, True]))
+    assert sequence_keys(other_mask)[0] != first
+    # the border between tokens and mask is part of what is digested
+    assert len(set(sequence_keys(Sequences.from_lists([[1, 0], [1]], [[False, False], [False]])))) == 2
+
+
+@pytest.fixture
+def own_model(tiny_model: str, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def change_a_weight(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-3
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_the_key_of_a_model_is_that_of_its_weights_config_and_precision(own_model: Path) -> None:
+    keys = [model_key(str(own_model), torch.float32, None)]
+    moved = own_model.rename(own_model.with_name("moved"))
+    assert model_key(str(moved), torch.float32, None) == keys[0]
+    keys.append(model_key(str(moved), torch.bfloat16, None))
+    keys += [model_key(str(moved), torch.float32, seed) for seed in (0, 1)]  # random weights
+    change_a_weight(moved)
+    keys.append(model_key(str(moved), torch.float32, None))
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    keys.append(model_key(str(moved), torch.float32, None))
+    assert len(set(keys)) == len(keys)
+
+
+def test_numbers_are_written_and_found_in_any_number_of_files(tmp_path: Path) -> None:
+    numbers = {bytes([i]) * 16: -0.1 * i for i in range(5)}
+    assert reference._load(tmp_path / "none")[1] == {}
+    reference._add(tmp_path, dict(list(numbers.items())[:3]))
+    reference._add(tmp_path, dict(list(numbers.items())[3:]))
+    reference._add(tmp_path, dict(list(numbers.items())[3:]))  # another run, at the same time
+    assert len(list(tmp_path.iterdir())) == 2
+    assert reference._load(tmp_path)[1] == pytest.approx(numbers, abs=1e-7)
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from rl2lightning.algorithms import reference
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)  # all is written, nothing is sure yet
+reference._add(Path({str(tmp_path)!r}), {{bytes(16): 1.0}})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    assert done.returncode == -9, done.stderr
+    (left,) = tmp_path.iterdir()
+    assert left.suffix != ".pt"
+    assert reference._load(tmp_path)[1] == {}
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    reference._add(tmp_path, {bytes(16): 1.0})
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"{file.name}' cannot be read .* delete that file"):
+        reference._load(tmp_path)
+
+
+# ---- in a run
+
+
+class Counted(DPO):
+    """Counts what the reference scores."""
+
+    num_scored = 0
+
+    def score(self, model, seqs: Sequences):
+        if model is not self.policy:
+            self.num_scored += len(seqs)
+        return super().score(model, seqs)
+
+
+def pair_rows(num: int) -> list[dict]:
+    return [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": f"no{i}"} for i in range(num)]
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> Callable[..., int]:
+    """Sequences that a short run in this directory has to score, training rows and held-out ones."""
+
+    def run(model: Path | str, rows: list[dict], *, stage: str = "fit", **settings) -> int:
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        trainer = L.Trainer(
+            strategy=FSDP2TPStrategy(),
+            accelerator="cpu",
+            max_steps=2,
+            default_root_dir=tmp_path / "runs",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=-1,
+        )
+        module = Counted(str(model), **settings)
+        data = PreferenceDataModule(str(path), batch_size=4, val_ratio=0.25)
+        if stage == "fit":
+            trainer.fit(module, datamodule=data)
+        else:
+            trainer.validate(module, datamodule=data, verbose=False)
+        assert module.reference is None
+        assert module.num_scored == 0 or settings or list((tmp_path / "runs/reference_logps").rglob("*.pt"))
+        return module.num_scored
+
+    return run
+
+
+def test_what_was_scored_is_found_again_and_only_what_changed_is_scored_anew(own_model: Path, scored) -> None:
+    assert scored(own_model, pair_rows(16), stage="validate") == 8  # four held-out pairs
+    assert scored(own_model, pair_rows(16)) == 24  # twelve more to train on
+    assert scored(own_model, pair_rows(16)) == 0
+    assert scored(own_model, pair_rows(16), stage="validate") == 0
+    changed = pair_rows(16)
+    changed[3]["chosen"] = "x"
+    assert scored(own_model, changed) == 1
+    assert scored(own_model, pair_rows(18)) == 4
+    template = own_model / "chat_template.jinja"
+    template.write_text("{{ 'A' }}" + template.read_text())
+    assert scored(own_model, pair_rows(16)) == 32
+    change_a_weight(own_model)
+    assert scored(own_model, pair_rows(16)) == 32
+    assert scored(own_model, pair_rows(16)) == 0
+
+
+def test_another_directory_has_its_own_numbers(tiny_model: str, tmp_path: Path, scored) -> None:
+    shared = {"reference_cache": str(tmp_path / "shared")}
+    assert [scored(tiny_model, pair_rows(8), **shared) for _ in range(2)] == [16, 0]
+    assert scored(tiny_model, pair_rows(8)) == 16
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tiny_model: str, tmp_path: Path, scored) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be written to .* set model\.init_args\.reference_cache"):
+        scored(tiny_model, pair_rows(8), reference_cache=str(tmp_path / "file"))
+
+
+def test_rows_that_nobody_read_beforehand_are_an_error(tiny_model: str, tmp_path: Path) -> None:
+    class Changing(PreferenceDataModule):
+        def read_ahead(self, *, training: bool):
+            return super().read_ahead(training=False)
+
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(8)))
+    trainer = L.Trainer(
+        strategy=FSDP2TPStrategy(),
+        accelerator="cpu",
+        max_steps=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    with pytest.raises(
+        ValueError, match=r"8 of 8 sequences were not among the rows .* set model\.init_args\.reference"
+    ):
+        trainer.fit(DPO(tiny_model), datamodule=Changing(str(tmp_path / "pairs.jsonl"), batch_size=4, val_ratio=0.25))
