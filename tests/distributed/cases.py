@@ -8,16 +8,18 @@ import argparse
 import os
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import lightning as L
 import torch
 
-from rl2lightning import GRPO, PPO, RM, SFT
+from rl2lightning import DPO, GRPO, KTO, PPO, RM, SFT
 from rl2lightning.algorithms.optimizer import OptimizerConfig
 from rl2lightning.estimators import GAE
 from rl2lightning.models.build import full_weights
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.policy_losses import KLPenalty
+from rl2lightning.preference_losses import ORPO, KTOLoss, PreferenceLoss, Sigmoid
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences
 
 
@@ -61,6 +63,9 @@ class Share(L.LightningDataModule):
             return Steps([ChatBatch(seqs, [])] * self.steps)
         positions = [i % self.trainer.lightning_module.updates_per_rollout for i in range(self.steps)]
         return Steps([PromptBatch([], [], step_of_rollout=p, rollout=None if p else seqs) for p in positions])
+
+    def read_ahead(self, *, training: bool):
+        return [self.train_dataloader()]
 
 
 class Record(L.Callback):
@@ -180,6 +185,54 @@ def ppo(model: str, max_tokens: int, strategy: FSDP2TPStrategy | None = None) ->
     return outcome | {"gradients_of_steps": [policy | critic for policy, critic in both]}
 
 
+class _OtherReference:
+    """The reference of the preference cases: not what the policy started from, so that every term says something."""
+
+    def build_reference(self):
+        path = self.local_model_path()
+        return self.strategy.build_policy(path, random_init=True, seed=REFERENCE_SEED, trainable=False)
+
+
+class OtherDPO(_OtherReference, DPO): ...
+
+
+class OtherKTO(_OtherReference, KTO): ...
+
+
+def labelled(lengths: list[int]) -> Sequences:
+    """The batch above, its groups of two being pairs."""
+    seqs = batch(lengths)
+    return seqs.replace(labels=torch.arange(len(seqs)) % 2 == 0, rewards=None, rollout_logps=None)
+
+
+def preference(kind: type, model: str, max_tokens: int = 1000, strategy=None, steps=1, lengths=LENGTHS, **settings):
+    module = kind(model, optimizer=OPTIMIZER, max_tokens_per_device=max_tokens, max_grad_norm=None, **settings)
+    return fit(module, labelled(list(lengths)), ChatBatch, strategy, steps)
+
+
+RPO = Sigmoid(beta=0.3, label_smoothing=0.1, nll_coef=0.5)
+
+
+def dpo(model: str, max_tokens: int, loss: PreferenceLoss = RPO, **settings) -> dict:
+    return preference(OtherDPO, model, max_tokens, preference_loss=loss, **{"reference": "live", **settings})
+
+
+def dpo_precomputed(model: str) -> dict:
+    """Twice from one directory: the second run, which may not build a reference, finds what the first has scored."""
+
+    class WithoutReference(DPO):
+        def build_reference(self):
+            raise AssertionError("everything was scored in the run before")
+
+    with TemporaryDirectory() as cache:  # one for each process, of which the first uses its own
+        settings = {"preference_loss": RPO, "reference": "precomputed", "reference_cache": cache}
+        first = preference(OtherDPO, model, 40, **settings)
+        files = {str(path): path.stat().st_mtime_ns for path in Path(cache).rglob("*") if path.is_file()}
+        second = preference(WithoutReference, model, 40, **settings)
+        assert files == {str(path): path.stat().st_mtime_ns for path in Path(cache).rglob("*") if path.is_file()}
+    return first | {"second_loss": second["metrics"]["train/loss"], "num_files": len(files)}
+
+
 def pairs(lengths: list[int]) -> Sequences:
     """The batch above as pairs, every other with a margin."""
     seqs = batch(lengths)
@@ -210,6 +263,12 @@ CASES = {
     "grpo_token": lambda model: grpo(model, 32, "token"),
     "grpo_sequence": lambda model: grpo(model, 64, "sequence"),
     "grpo_constant": lambda model: grpo(model, 1000, "constant"),
+    "dpo": lambda model: dpo(model, 1000),
+    "dpo_small_micro_batches": lambda model: dpo(model, 40),
+    "dpo_fewer_pairs_than_ranks": lambda model: dpo(model, 1000, lengths=[9, 12]),
+    "dpo_precomputed": dpo_precomputed,
+    "orpo": lambda model: dpo(model, 40, ORPO(lam=0.5)),
+    "kto": lambda model: preference(OtherKTO, model, 40, kto_loss=KTOLoss(beta=0.3, desirable_weight=1.5)),
     "ppo": lambda model: ppo(model, 32),
     "rm": lambda model: rm(model, 40, steps=2),
     "rm_fewer_pairs_than_ranks": lambda model: rm(model, 1000, [9, 14]),
@@ -228,6 +287,12 @@ SEVERAL_PROCESSES = {
         model, 64, strategy=on_mesh(tensor=2, tensor_sequence=True), steps=3
     ),
     "sft_three_steps_context": lambda model: sft(model, 64, strategy=on_mesh(context=2), steps=3),
+    "dpo_replicated": lambda model: dpo(model, 40, strategy=on_mesh(replicate=2)),
+    "dpo_tensor": lambda model: dpo(model, 40, strategy=on_mesh(tensor=2)),
+    "dpo_context": lambda model: dpo(model, 40, strategy=on_mesh(context=2)),
+    "kto_context": lambda model: preference(
+        OtherKTO, model, 40, on_mesh(context=2), kto_loss=KTOLoss(beta=0.3, desirable_weight=1.5)
+    ),
     "ppo_replicated": lambda model: ppo(model, 32, on_mesh(replicate=2)),
     "ppo_tensor": lambda model: ppo(model, 32, on_mesh(tensor=2)),
     "ppo_context": lambda model: ppo(model, 32, on_mesh(context=2)),

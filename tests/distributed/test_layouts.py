@@ -14,6 +14,11 @@ CASES = [
     "grpo_token",
     "grpo_sequence",
     "grpo_constant",
+    "dpo_small_micro_batches",
+    "dpo_fewer_pairs_than_ranks",
+    "dpo_precomputed",
+    "orpo",
+    "kto",
     "rm",
     "rm_fewer_pairs_than_ranks",
 ]
@@ -91,3 +96,37 @@ def test_two_models_with_two_optimizers_learn_the_same_on_any_mesh(outcomes: dic
             expected = reference["steps"][step][f"train/{name}"]
             assert ours["steps"][step][f"train/{name}"] == pytest.approx(expected, rel=2e-5, abs=1e-6), name
     assert largest_difference(ours["weights"], reference["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_pair_weighs_the_same_in_any_micro_batch(outcomes: dict, world_size: int) -> None:
+    small, whole = outcomes[world_size]["dpo_small_micro_batches"], outcomes[1]["dpo"]
+    assert largest_difference(small["gradients"], whole["gradients"]) < 1e-5
+    for name in ("loss", "nll", "margin", "pair_accuracy"):
+        expected = float(whole["metrics"][f"train/{name}"])
+        assert float(small["metrics"][f"train/{name}"]) == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mesh", ["replicated", "tensor", "context"])
+def test_pairs_teach_the_same_on_any_mesh(outcomes: dict, mesh: str, world_size: int) -> None:
+    # four processes are two of the named axis and two that shard
+    ours, reference = outcomes[world_size][f"dpo_{mesh}"], outcomes[1]["dpo"]
+    assert largest_difference(ours["gradients"], reference["gradients"]) < 1e-5
+    torch.testing.assert_close(ours["metrics"]["train/loss"], reference["metrics"]["train/loss"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_reference_point_of_kto_is_that_of_the_whole_step_on_any_mesh(outcomes: dict, world_size: int) -> None:
+    ours, reference = outcomes[world_size]["kto_context"], outcomes[1]["kto"]
+    assert float(reference["metrics"]["train/kl"]) > 0.1
+    assert float(ours["metrics"]["train/kl"]) == pytest.approx(float(reference["metrics"]["train/kl"]), rel=1e-5)
+    assert largest_difference(ours["gradients"], reference["gradients"]) < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_reference_is_scored_once_by_all_and_written_by_one_process(outcomes: dict, world_size: int) -> None:
+    ours, live = outcomes[world_size]["dpo_precomputed"], outcomes[1]["dpo"]
+    assert ours["num_files"] == 1
+    assert largest_difference(ours["gradients"], live["gradients"]) < 1e-5
+    assert torch.equal(ours["second_loss"], ours["metrics"]["train/loss"])
