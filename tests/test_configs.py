@@ -18,10 +18,13 @@ CONFIGS = REPO / "configs"
 ALL = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
 COMPLETE = [name for name in ALL if "model" in yaml.safe_load((CONFIGS / name).read_text())]
 FRAGMENTS = sorted(set(ALL) - set(COMPLETE))
-QUICKSTARTS = {f"quickstart/{name}.yaml" for name in ("sft", "rm", "grpo", "grpo_vllm", "tools_sft", "tools")}
+QUICKSTARTS = {
+    f"quickstart/{name}.yaml" for name in ("sft", "rm", "dpo", "kto", "grpo", "grpo_vllm", "tools_sft", "tools")
+}
 KINDS_OF_ROWS = {
     "ChatDataModule": "conversations",
     "PreferenceDataModule": "pairs",
+    "UnpairedDataModule": "labelled",
     "PromptDataModule": "prompts",
 }
 WITHOUT_A_PAPER = {"sft.yaml", *QUICKSTARTS, *FRAGMENTS}
@@ -43,7 +46,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 messages = [{"role": "user", "content": f"{i}+1="}]
                 if name == "conversations":
                     messages.append({"role": "assistant", "content": str(i + 1)})
-                answers = {"chosen": str(i + 1), "rejected": str(i)} if name == "pairs" else {"answer": str(i + 1)}
+                answers: dict[str, Any] = {"answer": str(i + 1)}
+                if name == "pairs":
+                    answers = {"chosen": str(i + 1), "rejected": str(i)}
+                elif name == "labelled":
+                    answers = {"completion": str(i + i % 2), "label": i % 2 == 1}
                 file.write(json.dumps({"messages": messages, **answers}) + "\n")
     return directory
 
@@ -146,6 +153,33 @@ def test_a_preset_is_the_algorithm_it_is_named_after(capsys, name: str, advantag
     rewards = [reward["class_path"].rpartition(".")[2] for reward in rollouts["rewards"]]
     assert rewards == (["ExactMatch", "SoftOverlong"] if name == "dapo" else ["ExactMatch"])
     assert rollouts["dynamic_sampling"] is (name == "dapo")
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("dpo", ("Sigmoid", {"beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0, "length_normalised": False})),
+        ("ipo", ("IPO", {"beta": 1.0, "nll_coef": 0.0})),
+        ("simpo", ("SimPO", {"per_token_beta": 2.0, "gamma": 1.0, "nll_coef": 0.0})),
+        ("orpo", ("ORPO", {"lam": 0.1})),
+    ],
+)
+def test_a_preference_config_has_the_loss_it_is_named_after(capsys, name: str, loss) -> None:
+    settings = resolved(capsys, f"{name}.yaml")["model"]["init_args"]
+    assert settings["preference_loss"]["class_path"] == f"rl2lightning.preference_losses.{loss[0]}"
+    assert settings["preference_loss"]["init_args"] == loss[1]
+    assert settings["reference"] == "precomputed"  # of which those without a reference make nothing
+
+
+def test_one_loss_hands_nothing_to_another_on_the_command_line(capsys) -> None:
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([
+            "fit", *with_fragments("dpo.yaml"), "--model.preference_loss", "rl2lightning.preference_losses.SimPO",
+            "--print_config",
+        ])  # fmt: skip
+    settings = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["preference_loss"]
+    assert settings["init_args"] == {"per_token_beta": 2.0, "gamma": 1.0, "nll_coef": 0.0}
 
 
 def small(name: str, tiny_model: str, rows: Path, root: Path) -> list[str]:
