@@ -31,6 +31,7 @@ def export(
         base: the model that an adapter is merged into, where it is no longer where training found it.
     """
     import torch
+    from lightning.pytorch.utilities import rank_zero_warn
     from transformers import AutoTokenizer
 
     from rl2lightning.models.build import copy_generation_config, load_config, save_pretrained
@@ -63,7 +64,9 @@ def export(
     elif adapter:
         raise ValueError(f"'{checkpoint}' was trained without LoRA: leave --adapter out")
     if SCALAR_HEAD in state and not set_padding(config, tokenizer):
-        print("no special token is left to pad with: transformers will score one sequence at a time and refuse batches")
+        rank_zero_warn(
+            "no special token is left to pad with: transformers will score one sequence at a time and refuse batches"
+        )
     save_pretrained(config, state, str(output), tokenizer=tokenizer)
     if SCALAR_HEAD not in state:
         copy_generation_config(checkpoint / "model", output)
