@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2lightning import DPO, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PreferenceDataModule, UnpairedDataModule
+from rl2lightning.models.lora import LoRAConfig
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.preference_losses import IPO, ORPO, Hinge, PreferenceLoss, Robust, Sigmoid, SimPO
 
@@ -135,6 +136,40 @@ def test_the_first_loss_is_ln_2(tiny_model: str, tmp_path: Path, loss: Preferenc
     metrics = cases.preference(DPO, tiny_model, 40, **settings)["metrics"]
     assert float(metrics["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
     assert float(metrics["train/margin"]) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("reference", ["live", "precomputed"])
+def test_the_frozen_model_under_adapters_is_the_reference(tiny_model: str, tmp_path: Path, reference: str) -> None:
+    class Watched(DPO):
+        def build_policy(self, *, trainable: bool):
+            assert trainable, "no second model is wanted"
+            return super().build_policy(trainable=trainable)
+
+        def on_train_end(self) -> None:
+            assert self.policy is not None
+            self.after = self.evaluate(self.with_reference(cases.labelled(cases.LENGTHS)), self.loss)
+
+    settings = {"reference": reference, "reference_cache": str(tmp_path), "lora": LoRAConfig(rank=4)}
+    module = Watched(tiny_model, optimizer=cases.OPTIMIZER, max_tokens_per_device=40, **settings)
+
+    class First(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            if batch_idx == 0:
+                self.loss = float(trainer.callback_metrics["train/loss"])
+
+    first = First()
+    L.Trainer(
+        strategy=FSDP2TPStrategy(),
+        accelerator="cpu",
+        max_steps=3,
+        callbacks=[first],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, datamodule=cases.Share(cases.labelled(cases.LENGTHS), cases.ChatBatch, steps=3))
+    assert first.loss == pytest.approx(math.log(2), abs=1e-6)
+    assert float(module.after["margin"]) > 0.1  # the policy has moved, its reference has not
 
 
 def test_losses_without_reference_load_none(tiny_model: str, tmp_path: Path) -> None:
