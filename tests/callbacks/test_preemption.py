@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,14 @@ COMMON = [
     "--trainer.callbacks+=RolloutCallback",
     "--samples.save_rollouts=true",
 ]
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_as_in_a_terminal() -> Iterator[None]:
+    """A shell starts jobs in the background with SIGINT ignored, and their children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def arguments(model: str, task: str, root: Path, *more: str) -> list[str]:
