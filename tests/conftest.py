@@ -2,6 +2,9 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,6 +97,43 @@ def _nothing_left_in_the_environment() -> Iterator[None]:
     yield
     for name in ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
         os.environ.pop(name, None)
+
+
+# other tests of this process have left a process group behind, and its address in the environment
+INHERITED = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED"}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in INHERITED} | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    return _free_port
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return _environment()
+
+
+@pytest.fixture(scope="session")
+def run_on() -> Callable[..., None]:
+    """Runs a Python program to its end in one group of real processes (one: without torchrun); it must succeed."""
+
+    def run(world_size: int, *program: str | Path, timeout: int = 300) -> None:
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", f"--master-port={_free_port()}"]
+        command = [sys.executable, *(torchrun if world_size > 1 else []), *map(str, program)]
+        done = subprocess.run(command, cwd=REPO, env=_environment(), capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+    return run
 
 
 class FakeService:
