@@ -281,7 +281,8 @@ class FrozenBase(Policy):
 
     def __init__(self, policy: Policy) -> None:
         nn.Module.__init__(self)
-        self.__dict__["policy"] = policy  # not a submodule: its parameters are listed, saved and moved once
+        # no submodules: their parameters are listed, saved and moved once
+        self.__dict__["policy"], self.__dict__["lm"] = policy, policy.lm
         self.pack = policy.pack
         self.adapters = None
 
