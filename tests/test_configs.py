@@ -19,7 +19,7 @@ ALL = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
 COMPLETE = [name for name in ALL if "model" in yaml.safe_load((CONFIGS / name).read_text())]
 FRAGMENTS = sorted(set(ALL) - set(COMPLETE))
 QUICKSTARTS = {
-    f"quickstart/{name}.yaml" for name in ("sft", "rm", "dpo", "kto", "grpo", "grpo_vllm", "tools_sft", "tools")
+    f"quickstart/{name}.yaml" for name in ("sft", "rm", "dpo", "kto", "grpo", "grpo_lora", "grpo_vllm", "tools_sft", "tools")
 }
 KINDS_OF_ROWS = {
     "ChatDataModule": "conversations",
