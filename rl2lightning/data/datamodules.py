@@ -177,12 +177,11 @@ class UnpairedDataModule(RowDataModule):
     def setup(self, stage: str) -> None:
         fresh = self.encoder is None
         super().setup(stage)
-        if not fresh:
-            return
-        labels = {self.train_split.rows[i][self.label_key] for i in self.train_split.indices}
-        if len(labels) == 1:
+        labels = (self.train_split.rows[i][self.label_key] for i in self.train_split.indices)
+        first = next(labels)
+        if fresh and all(label == first for label in labels):  # mostly the first few rows say so
             raise ValueError(
-                f"{self.label_key!r} is {str(labels.pop()).lower()} in all {len(self.train_split)} training rows of "
+                f"{self.label_key!r} is {str(first).lower()} in all {len(self.train_split)} training rows of "
                 f"{self.path!r}, and both kinds are needed; data.label_key names the column"
             )
 
