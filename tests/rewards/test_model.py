@@ -183,6 +183,13 @@ def test_grpo_gets_the_same_score_in_process_and_from_a_server(
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("sys.argv", ["rl2lightning"])
+    prepare, prepared = RewardModel.prepare, []
+
+    def noted(self: RewardModel, device: torch.device) -> None:
+        prepared.append((device, threading.current_thread() is threading.main_thread()))
+        prepare(self, device)
+
+    monkeypatch.setattr(RewardModel, "prepare", noted)
     config = tmp_path / "config.yaml"
     service = fake_service(served(directory))
     config.write_text(CONFIG.format(model=tiny_model, task=task, root=tmp_path, directory=directory, url=service.url))
@@ -192,6 +199,7 @@ def test_grpo_gets_the_same_score_in_process_and_from_a_server(
     assert scores[0] != 0
     assert scores[1:] == pytest.approx([scores[0]] * 2, abs=1e-5)
     assert len(service.payloads) == 8  # four trajectories, twice
+    assert prepared == [(CPU, True)]  # once, before any thread asked for a score
     reward = cli.trainer.callbacks[0].rewards[0]
     assert reward._scorer is None  # let go of at the end of the run
 
