@@ -19,7 +19,8 @@ ALL = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
 COMPLETE = [name for name in ALL if "model" in yaml.safe_load((CONFIGS / name).read_text())]
 FRAGMENTS = sorted(set(ALL) - set(COMPLETE))
 QUICKSTARTS = {
-    f"quickstart/{name}.yaml" for name in ("sft", "rm", "dpo", "kto", "grpo", "grpo_lora", "grpo_vllm", "tools_sft", "tools")
+    f"quickstart/{name}.yaml"
+    for name in ("sft", "rm", "dpo", "kto", "grpo", "grpo_lora", "grpo_vllm", "tools_sft", "tools", "ppo", "ppo_rm")
 }
 KINDS_OF_ROWS = {
     "ChatDataModule": "conversations",
@@ -128,6 +129,13 @@ ESTIMATORS, LOSSES = "rl2lightning.estimators", "rl2lightning.policy_losses"
         ("reinforce_pp", ("BatchWhitened",), ("PPOClip", 0.2, 0.2), "token", (1e-3, "k1", "reward")),
         ("gspo", ("GroupRelative", True), ("GSPO", 3e-4, 4e-4), "sequence", None),
         ("cispo", ("GroupRelative", True), ("CISPO", 5.0), "token", None),
+        (
+            "ppo",
+            ("GAE",),
+            ("PPOClip", 0.2, 0.2),
+            "token",
+            (1e-3, "k1", "reward"),
+        ),  # of kl it names the coefficient alone
     ],
 )
 def test_a_preset_is_the_algorithm_it_is_named_after(capsys, name: str, advantage, loss, level: str, kl) -> None:
@@ -215,6 +223,19 @@ def every_other_sample_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExactMatch, "__call__", lambda self, trajectory: float(trajectory.sample_id % 2))
 
 
+def with_reward_model(arguments: list[str], directory: Path) -> list[str]:
+    """The same with a copy of the config that asks for a reward model, and one of random weights as what it asks for."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    start, reward_model = CONFIGS / "quickstart/model", directory / "reward-model"
+    config = AutoConfig.from_pretrained(start, num_labels=1, problem_type="regression")
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(reward_model)
+    AutoTokenizer.from_pretrained(start).save_pretrained(reward_model)
+    path = directory / "config.yaml"
+    path.write_text((CONFIGS / "quickstart/ppo_rm.yaml").read_text().replace("my-reward-model", str(reward_model)))
+    return [f"--config={path}", *arguments[1:]]
+
+
 @pytest.mark.usefixtures("every_other_sample_is_right")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.vllm) if "vllm" in name else name for name in COMPLETE]
@@ -225,12 +246,14 @@ def test_a_config_takes_a_step(
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    main(["fit", *small(name, tiny_model, rows, tmp_path)])
+    arguments = small(name, tiny_model, rows, tmp_path)
+    main(["fit", *(with_reward_model(arguments, tmp_path) if name.endswith("ppo_rm.yaml") else arguments)])
     metrics = last_metrics(tmp_path / "version_0")
     assert metrics["step"] == 0  # counted from 0: the first and only one
     assert {"val/loss", "val/accuracy"} & set(metrics)
-    assert metrics["train/grad_norm"] > 0
-    assert metrics["train/skipped_steps"] == 0
+    first = "train/critic_" if "ppo" in name else "train/"  # PPO's policy rests while its critic warms up
+    assert metrics[f"{first}grad_norm"] > 0
+    assert metrics[f"{first}skipped_steps"] == 0
     assert list((tmp_path / "version_0/checkpoints").glob("*.ckpt"))
     if name == "dapo.yaml":
         assert metrics["rollout/score/overlong"] == 0

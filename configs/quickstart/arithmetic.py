@@ -3,10 +3,13 @@
 `conversations` shows the answers (for supervised training), `pairs` sets a wrong one against each and `labelled` says
 of an answer whether it is right (for preferences), `prompts` asks for them and `reward_fn` marks what comes back (for
 reinforcement learning). All list the same 10,000 problems in the same order, so that the same `split_seed` and
-`val_ratio` hold out the same ones.
+`val_ratio` hold out the same ones. `mixed` and `held_out` are `prompts` cut in two at just that place, the first with
+sums of three digits in between.
 """
 
 import random
+
+import torch
 
 PROBLEMS = [(a, b) for a in range(100) for b in range(100)]
 
@@ -52,6 +55,26 @@ def _wrong(answer, rng):
     a, b = rng.choice(PROBLEMS)
     wrong = rng.choice([answer[:i] + digit + answer[i + 1 :], answer[:i] + digit + answer[i:], str(a + b)])
     return wrong if wrong != answer else _wrong(answer, rng)
+
+
+def mixed():
+    """The prompts that are not held out, and as many that are out of reach: what can be earned depends on the prompt."""
+    rng, held = random.Random(2), set(_held_out())
+    hard = [(rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(len(PROBLEMS) - len(held))]
+    return [row for i, row in enumerate(prompts()) if i not in held] + [
+        {"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+        for a, b in hard
+    ]  # fmt: skip
+
+
+def held_out():
+    """The prompts that `val_ratio: 0.05` holds out of the lists above."""
+    rows = prompts()
+    return [rows[i] for i in _held_out()]
+
+
+def _held_out():
+    return sorted(torch.randperm(len(PROBLEMS), generator=torch.Generator().manual_seed(0))[:500].tolist())
 
 
 def reward_fn(messages, answer):
