@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rl2lightning import (
     GRPO,
+    PPO,
     SFT,
     ChatDataModule,
     FSDP2TPStrategy,
@@ -90,7 +91,8 @@ class Record(L.Callback):
         self.drawn = [float(torch.rand(())), float(np.random.rand()), random.random()]
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        names = ("train/loss", "train/grad_norm", "train/kl", "train/skipped_steps")
+        names = ["train/loss", "train/grad_norm", "train/kl", "train/skipped_steps"]
+        names += ["train/critic_loss", "train/critic_grad_norm"]
         self.steps.append(
             {name: float(trainer.callback_metrics[name]) for name in names if name in trainer.callback_metrics}
             | {
@@ -135,11 +137,30 @@ def grpo(model: str, task: str, *, engine: RolloutEngine | None = None):
     return module, data, [RolloutCallback(engine=engine, environment=task, **unchecked)]
 
 
+def ppo(model: str, task: str, *, engine: RolloutEngine | None = None):
+    module = PPO(
+        model,
+        optimizer=OPTIMIZER,
+        critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear"),
+        sampling=SamplingParams(max_tokens=5),
+        epochs=2,
+        mini_batches=2,
+        kl=KLPenalty(0.1),
+        target_kl=0.5,
+        max_tokens_per_device=100,
+    )
+    data = PromptDataModule(f"prompts@{task}", prompts_per_rollout=48, val_ratio=0.1)  # one rollout an epoch
+    unchecked = {} if engine is None else {"check_logps": "never"}
+    return module, data, [RolloutCallback(engine=engine, environment=task, **unchecked)]
+
+
 CASES = {
     "sft": (sft, {}),
     "sft_in_background": (partial(sft, num_workers=2), {"async_checkpoints": True}),
     "grpo": (grpo, {}),
     "grpo_in_background": (grpo, {"async_checkpoints": True}),
+    "ppo": (ppo, {}),
+    "ppo_recorded": (lambda model, task: ppo(model, task, engine=RecordedEngine()), {}),
     "grpo_recorded": (lambda model, task: grpo(model, task, engine=RecordedEngine()), {}),
 }
 

@@ -17,6 +17,7 @@ STEPS = {
     "sft_in_background": [5],
     "grpo": [3, 4, 5],
     "grpo_in_background": [5],
+    "ppo": [3],  # four updates per rollout, of which the last is to come
 }
 # case, step, processes it was saved on, processes it goes on on, and their mesh
 MESHES: list[tuple[str, int, int, int, dict[str, int]]] = [
@@ -24,6 +25,7 @@ MESHES: list[tuple[str, int, int, int, dict[str, int]]] = [
     for case, step in (("sft", 5), ("grpo_recorded", 5))
     for mesh in ((1, 2, {}), (2, 1, {}), (2, 2, {"replicate": 2}), (2, 2, {"tensor": 2}), (1, 2, {"context": 2}))
 ]
+MESHES += [("ppo_recorded", 5, 2, 1, {})]
 Run = Callable[[int, Path, list[Any]], Path]
 
 
@@ -45,7 +47,7 @@ def name_of(case: str, step: int, saved_on: int, mesh: dict[str, int]) -> str:
 @pytest.fixture(scope="module")
 def whole(run_jobs: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Directories of the uninterrupted runs, by number of processes."""
-    cases = {2: [*STEPS, "grpo_recorded"], 1: ["sft", "grpo", "grpo_recorded"]}
+    cases = {2: [*STEPS, "grpo_recorded", "ppo_recorded"], 1: ["sft", "grpo", "grpo_recorded"]}
     return {n: run_jobs(n, tmp_path_factory.mktemp(f"whole{n}"), [[c, c, None, {}] for c in cases[n]]) for n in (1, 2)}
 
 
@@ -104,6 +106,10 @@ def test_writing_in_the_background_changes_nothing(whole) -> None:
         assert records(whole[2], case) == records(whole[2], f"{case}_in_background")
 
 
+def critic_metrics(step: dict[str, Any]) -> list[str]:
+    return [name for name in step if name.startswith("train/critic_")]
+
+
 @pytest.mark.parametrize(("case", "step", "saved_on", "goes_on_on", "mesh"), MESHES)
 def test_another_mesh_goes_on_with_the_same_numbers(
     whole, resumed, case: str, step: int, saved_on: int, goes_on_on: int, mesh: dict[str, int]
@@ -114,7 +120,7 @@ def test_another_mesh_goes_on_with_the_same_numbers(
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert (a["epoch"], a["batch_idx"], a["lr"]) == (b["epoch"], b["batch_idx"], b["lr"])
-        for metric in ("train/loss", "train/grad_norm", *(["train/kl"] if case != "sft" else [])):
+        for metric in ("train/loss", "train/grad_norm", *(["train/kl"] if case != "sft" else []), *critic_metrics(b)):
             assert a[metric] == pytest.approx(b[metric], rel=1e-6, abs=1e-6), metric
     reference = torch.load(whole[saved_on] / f"{case}.pt", weights_only=True)
     for tensor, x in torch.load(resumed[goes_on_on] / f"{name}.pt", weights_only=True).items():
