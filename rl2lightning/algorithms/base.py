@@ -22,8 +22,8 @@ from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.attention import move
-from rl2lightning.models.build import copy_generation_config, load_config, resolve_model
-from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights, write_config
+from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
+from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights, plain_config, write_config
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.seeding import run_seed
@@ -176,6 +176,28 @@ class PostTrainingModule(L.LightningModule):
         assert self.policy is not None
         return merged_weights(self.policy, self.strategy.compute_dtype)
 
+    # of an engine that takes adapters as they are
+
+    @property
+    def adapter_rank(self) -> int | None:
+        return None if self.lora is None else self.lora.inner_size
+
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `policy_weights`, without the adapters."""
+        assert self.policy is not None and self.policy.adapters is not None
+        return gathered_weights(self.policy.adapters.frozen(), self.strategy.compute_dtype)
+
+    def policy_adapter(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+        """peft's description of the policy's adapter, and its tensors, which every process must iterate."""
+        assert self.policy is not None and self.policy.adapters is not None
+        adapters = self.policy.adapters
+        if adapters.copies:
+            raise ValueError(
+                f"an engine takes no modules trained whole ({', '.join(adapters.copies)}) beside an adapter: "
+                "set engine.init_args.lora to merged"
+            )
+        return plain_config(adapters.config), gathered_weights(adapters.trained(), self.strategy.compute_dtype)
+
     def write_model_files(self, directory: Path) -> None:
         """Config and tokenizer of the policy; checkpoints carry them, so that they can be exported alone."""
         from transformers import AutoTokenizer
@@ -191,7 +213,7 @@ class PostTrainingModule(L.LightningModule):
         """What adapters of each model that learns are on and how they count; for `export`, too."""
         for name, trained in self.trained.items():
             if trained.model.adapters is not None:
-                write_config(trained.model.adapters.config, directory / "adapters" / name)
+                write_config(plain_config(trained.model.adapters.config), directory / "adapters" / name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}

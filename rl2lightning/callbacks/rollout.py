@@ -141,6 +141,7 @@ class RolloutCallback(L.Callback):
                 stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path(), apply_chat_template=chat),
                 tokenizer=tokenizer,
                 structured=pl_module.structured,
+                adapter_rank=pl_module.adapter_rank,
             )
         )
         self.engine.sleep()  # the model that is trained comes next, and has the device to itself
@@ -177,7 +178,12 @@ class RolloutCallback(L.Callback):
 
     def push(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Hands the engine the policy's weights unless it has those of this optimizer step; all processes take part."""
-        if self.engine.version != trainer.global_step:
+        if self.engine.version == trainer.global_step:
+            return
+        if self.engine.takes_adapters:
+            config, adapter = pl_module.policy_adapter()
+            self.engine.update_adapter(pl_module.frozen_weights(), config, adapter, trainer.global_step)
+        else:
             self.engine.update_weights(pl_module.policy_weights(), trainer.global_step)
 
     def play(

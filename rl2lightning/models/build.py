@@ -240,9 +240,21 @@ def full_weights(lm: PreTrainedModel, dtype: torch.dtype | None = None) -> Itera
 
     Cast before the gather, which halves its traffic where the masters are fp32. Every tensor belongs to the receiver.
     """
-    for name, p in lm.named_parameters():
-        weight = p.detach() if dtype is None else p.detach().to(dtype)
-        yield name, gathered(weight) if isinstance(weight, DTensor) else weight
+    return gathered_weights(dict(lm.named_parameters()), dtype)
+
+
+def gathered_weights(
+    parameters: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Likewise of the parameters given."""
+    for name, p in parameters.items():
+        yield name, whole(p, dtype)
+
+
+def whole(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter's full tensor; a collective where it is sharded."""
+    x = p.detach() if dtype is None else p.detach().to(dtype)
+    return gathered(x) if isinstance(x, DTensor) else x
 
 
 def gathered(x: DTensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl2lightning.models.build import fill, full_weights, gathered, is_tied
+from rl2lightning.models.build import fill, full_weights, is_tied, whole
 from rl2lightning.models.heads import SCALAR_HEAD
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.types import Sequences
@@ -55,6 +55,11 @@ class LoRAConfig:
     modules_to_save: list[str] | None = None
     rslora: bool = False
     path: str | None = None
+
+    @property
+    def inner_size(self) -> int:
+        """The rank, that of `path` where there is one."""
+        return self.rank if self.path is None else read_config(Path(self.path))["r"]
 
     def afresh(self) -> LoRAConfig:
         """The same for another model of the run, such as a critic: a new adapter, and on matrices alone."""
@@ -152,7 +157,7 @@ def add_adapters(lm: PreTrainedModel, lora: LoRAConfig, dtype: torch.dtype, *, b
     peft = _peft()
     scalar = lm.get_output_embeddings() is None
     stored = None if lora.path is None else _stored_config(lora.path)
-    whole = list((lora.modules_to_save if stored is None else stored.modules_to_save) or [])
+    in_full = list((lora.modules_to_save if stored is None else stored.modules_to_save) or [])
     config = peft.LoraConfig(
         r=lora.rank if stored is None else stored.r,
         lora_alpha=lora.alpha if stored is None else stored.lora_alpha,
@@ -172,7 +177,7 @@ def add_adapters(lm: PreTrainedModel, lora: LoRAConfig, dtype: torch.dtype, *, b
         outputs, inputs = layer.base_layer.weight.shape  # of a matrix that is cut, all of it
         layer.lora_A[_NAME] = nn.Linear(inputs, config.r, bias=False, device="meta", dtype=dtype)
         layer.lora_B[_NAME] = nn.Linear(config.r, outputs, bias=False, device="meta", dtype=dtype)
-    copies = {name: _copied(lm, name, dtype) for name in _whole_modules(lm, [n for n in whole if n != "score"])}
+    copies = {name: _copied(lm, name, dtype) for name in _whole_modules(lm, [n for n in in_full if n != "score"])}
     if scalar:
         lm.get_parameter(SCALAR_HEAD).requires_grad_()
         lm.score.to(dtype)  # type: ignore[union-attr]
@@ -309,18 +314,13 @@ def merged_weights(model: PackedModel, dtype: torch.dtype | None = None) -> Iter
     trained = {name.removeprefix("base_model.model."): p for name, p in adapters.trained().items()}
     for name, p in adapters.frozen().items():
         layer = name.removesuffix(".weight")
-        weight = _whole(trained.pop(name, p), dtype)
+        weight = whole(trained.pop(name, p), dtype)
         if layer in adapters.layers:
-            down, up = (_whole(module.weight) for module in adapters.pair(layer))
+            down, up = (whole(module.weight) for module in adapters.pair(layer))
             weight = merge(weight, down, up, scaling(adapters.config.to_dict()))
         yield name, weight
     if SCALAR_HEAD in trained:
-        yield SCALAR_HEAD, _whole(trained[SCALAR_HEAD], dtype)
-
-
-def _whole(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    x = p.detach() if dtype is None else p.detach().to(dtype)
-    return gathered(x) if isinstance(x, DTensor) else x
+        yield SCALAR_HEAD, whole(trained[SCALAR_HEAD], dtype)
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
@@ -351,21 +351,28 @@ def merge_files(base: dict[str, Tensor], adapter: dict[str, Tensor], config: Map
 # ---- files
 
 
-def write_config(config: Any, directory: Path) -> None:
+def plain_config(config: Any) -> dict[str, Any]:
+    """The content of a peft config's file."""
+    return {name: sorted(x) if isinstance(x, set) else x for name, x in config.to_dict().items()}
+
+
+def write_config(config: dict[str, Any], directory: Path) -> None:
     """peft's description of an adapter, beside which its weights belong."""
     directory.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(directory))
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / CONFIG_FILE).read_text())
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(f"'{directory}' is no adapter's directory: it has no {CONFIG_FILE}")
+    return json.loads(file.read_text())
 
 
-def write_adapter(weights: dict[str, Tensor], config: Mapping[str, Any], directory: Path) -> None:
+def write_adapter(weights: dict[str, Tensor], config: dict[str, Any], directory: Path) -> None:
     """An adapter's directory, which `PeftModel.from_pretrained` loads."""
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    write_config(config, directory)
     contiguous = {name: x.contiguous() for name, x in weights.items()}
     save_file(contiguous, directory / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class EngineSpec:
         tokenizer: reads completions where `SamplingParams.stop` names texts that end them.
         structured: whether requests will come with `SamplingParams.structured`, which an engine may have to prepare
             for; it needs the tokenizer, too.
+        adapter_rank: rank of the adapters that `update_adapter` will bring, where the engine takes any.
     """
 
     model_path: str
@@ -48,6 +49,7 @@ class EngineSpec:
     max_model_len: int | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     structured: bool = False
+    adapter_rank: int | None = None
 
 
 def longest_sequence(config: PretrainedConfig, spec: EngineSpec, of_engine: int | None) -> int:
@@ -79,6 +81,7 @@ class RolloutEngine(ABC):
     """
 
     version: int | None = None
+    takes_adapters: bool = False  # a policy's adapters come by `update_adapter`, and its frozen weights once
     running_on: EngineSpec | None = None  # from `start` to `shutdown`
     tensor: int = 1  # consecutive processes that share an engine
     draws_by_position: bool = (
@@ -130,6 +133,23 @@ class RolloutEngine(ABC):
                 until a complete push.
             RuntimeError: requests are running: their cache belongs to the old weights, so abort or finish them first.
         """
+
+    def update_adapter(
+        self,
+        base: Iterable[tuple[str, Tensor]],
+        config: dict[str, Any],
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+    ) -> None:
+        """Replaces the adapter beside the frozen weights, which are read from `base` where the engine has none yet.
+
+        Args:
+            base: stream of (Hugging Face name, full tensor).
+            config: content of peft's `adapter_config.json`.
+            weights: the adapter under the names in peft's files.
+            version: as of `update_weights`, which such an engine need not be told.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes merged weights alone")
 
     @abstractmethod
     def sleep(self) -> None:

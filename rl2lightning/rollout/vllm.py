@@ -73,6 +73,9 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: run without CUDA graphs: starts faster, generates slower.
         sleep: give the GPU back between rollouts; false keeps weights and cache there.
         options: further arguments of `vllm.LLM`.
+        lora: how a policy trained by LoRA gets here. merged: its whole weights, adapters and all. adapter: the adapters
+            alone, beside frozen weights that come once; a push is as small as they are, each token costs more, and
+            the engine has to keep the frozen weights (`sleep: false` on a GPU).
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         sleep: bool = True,
         options: dict[str, Any] | None = None,
+        lora: Literal["merged", "adapter"] = "merged",
     ) -> None:
         for name, x in (
             ("tensor", tensor),
@@ -99,6 +103,7 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager = enforce_eager
         self.sleeps = sleep
         self.options = options or {}
+        self.takes_adapters = lora == "adapter"
         self._llm: Any = None  # a vllm.LLM
         self._lockstep: Lockstep | None = None
         self._default_group = backend.DefaultGroupKept()
@@ -112,6 +117,8 @@ class VLLMEngine(RolloutEngine):
         self._weights_awake = self._cache_awake = True
         self._cache_suspect = True  # may hold numbers that are none
 
+        self._has_base = False  # the frozen weights that adapters are for
+        self._adapter: backend.Adapter | None = None
     # -- life cycle -----------------------------------------------------------------------------------------------
 
     def start(self, spec: EngineSpec) -> None:
@@ -130,6 +137,16 @@ class VLLMEngine(RolloutEngine):
         on_gpu = self._device.type == "cuda"
         self._can_sleep = on_gpu and self.sleeps
         settings = backend.Settings(
+        if self.takes_adapters and self._can_sleep:
+            raise ValueError(
+                "engine.init_args.lora='adapter' keeps the frozen weights in the engine, which drops them in sleep: "
+                "set engine.init_args.sleep to false, or lora to 'merged'"
+            )
+        if self.takes_adapters and spec.adapter_rank is None:
+            raise ValueError(
+                "engine.init_args.lora='adapter' needs adapters: set model.init_args.lora, or lora of the engine to "
+                "'merged'"
+            )
             architecture=self._expected.model,
             tensor=self.tensor,
             max_model_len=self._max_len,
@@ -138,6 +155,7 @@ class VLLMEngine(RolloutEngine):
             enforce_eager=self.enforce_eager or not on_gpu,
             sleeps=self._can_sleep,
             others=self.options,
+            adapter_rank=spec.adapter_rank if self.takes_adapters else None,
         )
         trainers_group = dist.is_initialized()  # without it, vLLM makes one for itself
         self._llm, self.running_on = backend.build(spec, settings), spec
@@ -182,6 +200,8 @@ class VLLMEngine(RolloutEngine):
     def shutdown(self) -> None:
         llm, self._llm, self.running_on = self._llm, None, None
         self._clear()
+        if self._adapter is not None:
+            self._adapter.remove_files()
         if llm is not None:
             try:
                 backend.end(llm)
@@ -198,6 +218,24 @@ class VLLMEngine(RolloutEngine):
         self.version = version
 
     def _started(self) -> Any:
+    def update_adapter(
+        self,
+        base: Iterable[tuple[str, Tensor]],
+        config: dict[str, Any],
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+    ) -> None:
+        llm = self._started()
+        self._refuse_running("update_adapter")
+        self.version = None
+        if not self._has_base:
+            self.update_weights(base, version)
+            self.version, self._has_base = None, True
+        if self._adapter is None:
+            self._adapter = backend.Adapter()
+        self._adapter.load(llm, config, weights)
+        self.version = version
+
         if self._llm is None:
             raise RuntimeError("the engine is not running; call start first")
         return self._llm
@@ -337,7 +375,7 @@ class VLLMEngine(RolloutEngine):
             backend.empty_kv_cache(llm)
         for request_id, prompt, sampling, limit, stop, seed in news.submitted:
             params = backend.request_params(sampling, max_tokens=limit, stop_token_ids=stop, seed=seed)
-            backend.add_request(llm, request_id, prompt, params)
+            backend.add_request(llm, request_id, prompt, params, self._adapter)
 
     def _step(self) -> list[Any]:
         with backend.own_random_numbers(self._device):

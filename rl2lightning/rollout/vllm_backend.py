@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import random
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,6 +170,7 @@ class Settings:
     kv_cache_memory_bytes: int
     enforce_eager: bool
     sleeps: bool
+    adapter_rank: int | None
     others: dict[str, Any]
 
 
@@ -194,6 +199,8 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
         arguments["tokenizer"] = spec.tokenizer.name_or_path
     if settings.max_num_seqs is not None:
         arguments["max_num_seqs"] = settings.max_num_seqs
+    if settings.adapter_rank is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _room_for(settings.adapter_rank)}
     if settings.sleeps:
         arguments["enable_sleep_mode"] = True
     if dist.is_initialized():
@@ -245,10 +252,10 @@ def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids:
     )
 
 
-def add_request(llm: LLM, request_id: str, prompt_ids: list[int], params: Any) -> None:
+def add_request(llm: LLM, request_id: str, prompt_ids: list[int], params: Any, adapter: Adapter | None = None) -> None:
     engine = llm.llm_engine
     (prompt,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt_ids}])
-    engine.add_request(request_id, prompt, params)
+    engine.add_request(request_id, prompt, params, lora_request=None if adapter is None else adapter.request)
 
 
 def new_tokens(output: Any) -> tuple[list[int], list[float]]:
@@ -277,6 +284,44 @@ def reload_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]], device: torc
         if device.type == "cpu":
             _pack_again(_model(llm))
     _forget_prefixes(llm)
+
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+
+
+def _room_for(rank: int) -> int:
+    fitting = [size for size in _RANKS if size >= rank]
+    if not fitting:
+        raise ValueError(f"vLLM takes adapters up to rank {_RANKS[-1]}, not {rank}: set the engine's lora to merged")
+    return fitting[0]
+
+
+class Adapter:
+    """The one adapter that all requests use; vLLM reads it from files, here in memory where the system has such."""
+
+    def __init__(self) -> None:
+        memory = Path("/dev/shm")
+        self.directory = Path(tempfile.mkdtemp(prefix="rl2lightning-adapter-", dir=memory if memory.is_dir() else None))
+        self.request: Any = None  # a vllm LoRARequest
+
+    def load(self, llm: LLM, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces it in the engine by one in peft's format."""
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        state = {name: weight.contiguous().cpu() for name, weight in weights}
+        save_file(state, self.directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        (self.directory / "adapter_config.json").write_text(json.dumps(config))
+        engine = llm.llm_engine
+        if self.request is not None:
+            engine.remove_lora(self.request.lora_int_id)
+        self.request = LoRARequest("policy", 1, str(self.directory))
+        if not engine.add_lora(self.request):
+            raise RuntimeError(f"vLLM did not take the adapter in '{self.directory}'")
+        _forget_prefixes(llm)  # it knows them by the adapter's name, which stays
+
+    def remove_files(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _forget_prefixes(llm: LLM) -> None:
