@@ -27,6 +27,7 @@ class _Request:
     prompt_ids: list[int]
     version: int
     watch: StopWatch | None
+    structured: bool = False
     token_ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
 
@@ -72,10 +73,10 @@ class VLLMEngine(RolloutEngine):
         max_num_seqs: most requests decoded at a time; None: vLLM's own choice.
         enforce_eager: run without CUDA graphs: starts faster, generates slower.
         sleep: give the GPU back between rollouts; false keeps weights and cache there.
-        options: further arguments of `vllm.LLM`.
         lora: how a policy trained by LoRA gets here. merged: its whole weights, adapters and all. adapter: the adapters
             alone, beside frozen weights that come once; a push is as small as they are, each token costs more, and
             the engine has to keep the frozen weights (`sleep: false` on a GPU).
+        options: further arguments of `vllm.LLM`.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class VLLMEngine(RolloutEngine):
         max_num_seqs: int | None = None,
         enforce_eager: bool = False,
         sleep: bool = True,
-        options: dict[str, Any] | None = None,
         lora: Literal["merged", "adapter"] = "merged",
+        options: dict[str, Any] | None = None,
     ) -> None:
         for name, x in (
             ("tensor", tensor),
@@ -102,8 +103,8 @@ class VLLMEngine(RolloutEngine):
         self.max_num_seqs = max_num_seqs
         self.enforce_eager = enforce_eager
         self.sleeps = sleep
-        self.options = options or {}
         self.takes_adapters = lora == "adapter"
+        self.options = options or {}
         self._llm: Any = None  # a vllm.LLM
         self._lockstep: Lockstep | None = None
         self._default_group = backend.DefaultGroupKept()
@@ -116,9 +117,9 @@ class VLLMEngine(RolloutEngine):
         self._news = _News()
         self._weights_awake = self._cache_awake = True
         self._cache_suspect = True  # may hold numbers that are none
-
         self._has_base = False  # the frozen weights that adapters are for
         self._adapter: backend.Adapter | None = None
+
     # -- life cycle -----------------------------------------------------------------------------------------------
 
     def start(self, spec: EngineSpec) -> None:
@@ -136,7 +137,6 @@ class VLLMEngine(RolloutEngine):
         self._expected = ExpectedWeights.of(config)
         on_gpu = self._device.type == "cuda"
         self._can_sleep = on_gpu and self.sleeps
-        settings = backend.Settings(
         if self.takes_adapters and self._can_sleep:
             raise ValueError(
                 "engine.init_args.lora='adapter' keeps the frozen weights in the engine, which drops them in sleep: "
@@ -147,6 +147,7 @@ class VLLMEngine(RolloutEngine):
                 "engine.init_args.lora='adapter' needs adapters: set model.init_args.lora, or lora of the engine to "
                 "'merged'"
             )
+        settings = backend.Settings(
             architecture=self._expected.model,
             tensor=self.tensor,
             max_model_len=self._max_len,
@@ -154,8 +155,8 @@ class VLLMEngine(RolloutEngine):
             kv_cache_memory_bytes=self.kv_cache_memory_bytes or self._cache_size(),
             enforce_eager=self.enforce_eager or not on_gpu,
             sleeps=self._can_sleep,
-            others=self.options,
             adapter_rank=spec.adapter_rank if self.takes_adapters else None,
+            others=self.options,
         )
         trainers_group = dist.is_initialized()  # without it, vLLM makes one for itself
         self._llm, self.running_on = backend.build(spec, settings), spec
@@ -199,9 +200,9 @@ class VLLMEngine(RolloutEngine):
 
     def shutdown(self) -> None:
         llm, self._llm, self.running_on = self._llm, None, None
-        self._clear()
         if self._adapter is not None:
             self._adapter.remove_files()
+        self._clear()
         if llm is not None:
             try:
                 backend.end(llm)
@@ -217,7 +218,6 @@ class VLLMEngine(RolloutEngine):
         backend.reload_weights(llm, self._expected.checked(weights), self._device)
         self.version = version
 
-    def _started(self) -> Any:
     def update_adapter(
         self,
         base: Iterable[tuple[str, Tensor]],
@@ -236,6 +236,7 @@ class VLLMEngine(RolloutEngine):
         self._adapter.load(llm, config, weights)
         self.version = version
 
+    def _started(self) -> Any:
         if self._llm is None:
             raise RuntimeError("the engine is not running; call start first")
         return self._llm
@@ -277,7 +278,7 @@ class VLLMEngine(RolloutEngine):
             seed = derive_seed(seed, begun)  # its generators begin anew: the numbers drawn so far must not come again
         if self._cache_suspect and not self._live:
             self._news.empty_cache, self._cache_suspect = True, False
-        self._live[request_id] = _Request(prompt, self.version, watch)
+        self._live[request_id] = _Request(prompt, self.version, watch, sampling.structured is not None)
         self._news.submitted.append((request_id, prompt, sampling, limit, stop, seed))
 
     @staticmethod
@@ -329,7 +330,10 @@ class VLLMEngine(RolloutEngine):
                 return self._live.pop(request_id).completion(request_id, "stop")
         if not output.finished:
             return None
-        reason = "stop" if output.outputs[0].finish_reason == "stop" else "length"
+        reason = output.outputs[0].finish_reason
+        if reason not in ("stop", "length"):
+            why = "; its log says why, where the form is one that no grammar was made of" if request.structured else ""
+            raise RuntimeError(f"vLLM gave request '{request_id}' up and calls that '{reason}'{why}")
         return self._live.pop(request_id).completion(request_id, reason)
 
     # -- several processes, one engine ----------------------------------------------------------------------------
