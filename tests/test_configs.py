@@ -224,7 +224,7 @@ def every_other_sample_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_reward_model(arguments: list[str], directory: Path) -> list[str]:
-    """The same with a copy of the config that asks for a reward model, and one of random weights as what it asks for."""
+    """The same with a copy of the config that asks for a reward model, which is there, of random weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     start, reward_model = CONFIGS / "quickstart/model", directory / "reward-model"

@@ -58,7 +58,7 @@ def _wrong(answer, rng):
 
 
 def mixed():
-    """The prompts that are not held out, and as many that are out of reach: what can be earned depends on the prompt."""
+    """The prompts that are not held out, and as many that are out of reach: what is earned depends on the prompt."""
     rng, held = random.Random(2), set(_held_out())
     hard = [(rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(len(PROBLEMS) - len(held))]
     return [row for i, row in enumerate(prompts()) if i not in held] + [

@@ -352,6 +352,24 @@ class Watch(L.Callback):
         return [not torch.equal(a, b) for a, b in zip(each, each[1:], strict=False)]
 
 
+class Emptied(L.Callback):
+    """Looks at both models and their optimizers whenever prompts are played."""
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        play = trainer.callbacks[1].play
+
+        def look(*args, **kwargs):
+            held = [p._local_tensor for name in ("policy", "critic") for p in getattr(pl_module, name).parameters()]
+            if trainer.global_step:
+                states = [state for optimizer in trainer.strategy.optimizers for state in optimizer.state.values()]
+                assert len(states) == len(held)
+                held += [state["exp_avg"]._local_tensor for state in states]
+            assert all(x.untyped_storage().nbytes() == 0 for x in held)
+            return play(*args, **kwargs)
+
+        trainer.callbacks[1].play = look
+
+
 def _flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().full_tensor().flatten().clone() for p in model.parameters()])
 
@@ -360,7 +378,15 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_ratio=0.0)
 
 
 def fit(
-    model: str, task: str, root: Path, *, steps: int, callbacks: tuple = (), ckpt_path: Path | None = None, **settings
+    model: str,
+    task: str,
+    root: Path,
+    *,
+    steps: int,
+    callbacks: tuple = (),
+    ckpt_path: Path | None = None,
+    offload="none",
+    **settings,
 ) -> tuple[Watch, PPO, L.Trainer]:
     L.seed_everything(1 if ckpt_path is None else 2, verbose=False)  # a resumed run does not live off its seed
     watch = Watch()
@@ -375,7 +401,7 @@ def fit(
         | settings,
     )
     trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(),
+        strategy=FSDP2TPStrategy(offload=offload),
         accelerator="cpu",
         callbacks=[watch, RolloutCallback(environment=task), *callbacks],
         default_root_dir=root,
@@ -406,6 +432,13 @@ def test_a_batch_is_one_step_of_each_model_each_on_its_own_schedule(tiny_model: 
     assert min(ratios[1:4]) > 1e-4
     assert ratios[4] == pytest.approx(0, abs=1e-7)  # of the next rollout
     assert module.experience is not None  # two of its four updates are still to come
+
+
+def test_both_models_make_room_while_an_engine_generates(tiny_model: str, task: str, tmp_path: Path) -> None:
+    stays, _, _ = fit(tiny_model, task, tmp_path, steps=2)
+    leaves, _, _ = fit(tiny_model, task, tmp_path, steps=2, offload="all", callbacks=(Emptied(),))
+    for name in ("policies", "critics"):
+        assert torch.equal(getattr(stays, name)[-1], getattr(leaves, name)[-1])
 
 
 def test_beyond_the_limit_the_policy_rests_and_the_critic_goes_on(tiny_model: str, task: str, tmp_path: Path) -> None:
