@@ -10,8 +10,9 @@ import lightning as L
 class CriticWarmup(L.Callback):
     """Trains PPO's critic alone for the first optimizer steps of a run, on rollouts of the policy as it is.
 
-    The policy's steps change nothing then, but they count: towards `max_steps` and along its learning-rate schedule.
-    Which steps these are follows from `global_step`, so that a resumed run goes on where it was.
+    The policy's steps change nothing then, but they count: towards `max_steps` and along its learning-rate schedule,
+    whose own warm-up should therefore last longer than this one. Which steps these are follows from `global_step`, so
+    that a resumed run goes on where it was.
 
     Args:
         num_steps: optimizer steps that belong to the critic.
