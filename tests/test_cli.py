@@ -436,13 +436,15 @@ def test_help_of_a_class_explains_its_settings(run: Run, capsys, option: str, ex
         assert explanation in text
 
 
-def test_help_of_export_explains_its_four_settings(run: Run, capsys) -> None:
+def test_help_of_export_explains_its_settings(run: Run, capsys) -> None:
     text = help_of(run, capsys, "export", "--help")
     for explanation in (
         "a *.ckpt directory of a run",
         "must not hold a model yet",
         "type of the stored",
         "--submodule",
+        "write its adapter",
+        "--base",
     ):
         assert explanation in text
     assert "--trainer" not in text  # a checkpoint says all there is to know

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -376,3 +377,4 @@ def write_adapter(weights: dict[str, Tensor], config: dict[str, Any], directory:
     write_config(config, directory)
     contiguous = {name: x.contiguous() for name, x in weights.items()}
     save_file(contiguous, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    shutil.copymode(directory / CONFIG_FILE, directory / WEIGHTS_FILE)  # safetensors writes for its owner alone
