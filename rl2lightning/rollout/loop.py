@@ -151,7 +151,7 @@ class RolloutLoop:
         scheduler = Scheduler(self.engine, sampling, num_workers=self.tool_workers)
         played = [c for c in scheduler.run(episodes, tick, enough) if c is not None]
         result.trajectories = [c.trajectory for c in played]
-        if partial is not None:
+        if partial is not None or carried:
             waited = [c.copy() for c in carried if c.ended]
             result.trajectories, result.carried = whole_groups([*waited, *played])
         self._combine(result.trajectories)

@@ -1,12 +1,14 @@
 """Training steps with vLLM generating: the numbers that meet in the loss, and how a run ends when it fails."""
 
+import json
 from pathlib import Path
 
 import lightning as L
 import pytest
 
-from rl2lightning import GRPO, OptimizerConfig, RolloutCallback, VLLMEngine
+from rl2lightning import GRPO, OptimizerConfig, PromptDataModule, RolloutCallback, VLLMEngine
 from rl2lightning.callbacks.preemption import Preemption
+from rl2lightning.data.chat import as_messages, encode_prompt, load_tokenizer
 from rl2lightning.types import RolloutError, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.vllm
@@ -39,36 +41,34 @@ def grpo(make_model):
     return make
 
 
-def test_every_sampled_token_has_the_trainers_logp_at_every_step(make_trainer, grpo, prompts) -> None:
-    log = Log()
-    make_trainer(RolloutCallback(VLLMEngine(**CACHE), rewards=[digits]), log, max_steps=4).fit(
-        grpo(sampling=SamplingParams(max_tokens=6, temperature=0.7)), datamodule=prompts()
-    )
+def test_where_none_is_named_vllm_is_the_engine_and_samples_with_the_trainers_logps_at_every_step(
+    make_trainer, grpo, prompts, caplog
+) -> None:
+    log, rollouts = Log(), RolloutCallback(rewards=[digits])
+    with caplog.at_level("INFO"):
+        make_trainer(rollouts, log, max_steps=4).fit(
+            grpo(sampling=SamplingParams(max_tokens=6, temperature=0.7)), datamodule=prompts()
+        )
+    assert isinstance(rollouts.engine, VLLMEngine)
+    assert "rollouts by vLLM 0." in caplog.text
     assert [{t.weight_version for t in batch} for batch in log.trajectories] == [{0}, {1}, {2}, {3}]
     assert max(metrics["train/mismatch_max"] for metrics in log.metrics) < 2e-5
 
 
-def test_no_engine_named_is_vllm_where_it_is_installed(make_trainer, grpo, prompts, caplog) -> None:
-    with caplog.at_level("INFO"):
-        rollouts = RolloutCallback(rewards=[digits])
-        make_trainer(rollouts).fit(grpo(), datamodule=prompts())
-    assert isinstance(rollouts.engine, VLLMEngine)
-    assert "rollouts by vLLM 0." in caplog.text
-
-
-def test_prompts_without_room_are_dropped_and_counted_and_the_rest_cut_off(make_trainer, grpo, prompts) -> None:
-    # "3+4=" and the like under the quickstart's template: all of one length, which the first run tells
-    log = Log()
-    make_trainer(RolloutCallback(VLLMEngine(**CACHE), rewards=[digits]), log).fit(grpo(), datamodule=prompts())
-    length = len(log.trajectories[0][0].token_ids) - log.trajectories[0][0].num_actions
-    for room, dropped, longest in ((0, 16, 0), (2, 0, 2)):
-        tight = Log()
-        engine = VLLMEngine(max_model_len=length + room, **CACHE)
-        trainer = make_trainer(RolloutCallback(engine, rewards=[digits]), tight)
-        trainer.fit(grpo(), datamodule=prompts())
-        assert trainer.global_step == 1
-        assert tight.metrics[0]["rollout/prompts_too_long"] == dropped
-        assert max((t.num_actions for t in tight.trajectories[0]), default=0) == longest
+def test_prompts_without_room_are_dropped_and_counted_and_the_rest_cut_off(make_trainer, grpo, tmp_path: Path) -> None:
+    rows = [{"messages": "3+4="}, {"messages": "333+4="}] * 2
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    module, log = grpo(), Log()
+    tokenizer = load_tokenizer(module.tokenizer_path)
+    short, long = (len(encode_prompt(tokenizer, as_messages(row["messages"]))) for row in rows[:2])
+    assert long == short + 2  # no room is left for an answer to it
+    engine = VLLMEngine(max_model_len=short + 2, **CACHE)
+    data = PromptDataModule(str(file), prompts_per_rollout=4, val_ratio=0.0, answer_key=None)
+    make_trainer(RolloutCallback(engine, rewards=[digits]), log).fit(module, datamodule=data)
+    assert log.metrics[0]["rollout/prompts_too_long"] == 2 * 4
+    assert [t.messages[0]["content"] for t in log.trajectories[0]] == ["3+4="] * 8
+    assert max(t.num_actions for t in log.trajectories[0]) == 2
 
 
 def test_an_engine_that_fails_mid_rollout_ends_the_run_with_a_checkpoint_and_its_cause(

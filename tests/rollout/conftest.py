@@ -16,6 +16,7 @@ ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     "vllm": lambda: VLLMEngine(max_num_seqs=4, kv_cache_memory_bytes=32 << 20),
 }
 CONTRACT = {"stop_token_ids": (2,), "max_model_len": 64}
+FOLLOWS_GRAMMARS = {"hf": False, "vllm": True}
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -68,8 +69,12 @@ def build_model(seed: int = 0):
 
 
 @pytest.fixture(scope="session")
-def tokenizer():
-    return build_tokenizer()
+def tokenizer(model_path: Path):
+    """From the model's directory, where engines that follow grammars read it again."""
+    from transformers import AutoTokenizer
+
+    build_tokenizer().save_pretrained(model_path)
+    return AutoTokenizer.from_pretrained(model_path)
 
 
 @pytest.fixture(scope="session")
@@ -95,9 +100,12 @@ def started() -> Iterator[dict[str, RolloutEngine]]:
 
 
 @pytest.fixture(params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
-def engine(request: pytest.FixtureRequest, model_path: Path, started: dict[str, RolloutEngine]) -> RolloutEngine:
+def engine(
+    request: pytest.FixtureRequest, model_path: Path, tokenizer, started: dict[str, RolloutEngine]
+) -> RolloutEngine:
     """Started, as if it never had any weights."""
-    spec = EngineSpec(str(model_path), "cpu", torch.float32, **CONTRACT)
+    more = {"tokenizer": tokenizer, "structured": FOLLOWS_GRAMMARS[request.param]}
+    spec = EngineSpec(str(model_path), "cpu", torch.float32, **CONTRACT, **more)
     engine = started.setdefault(request.param, ENGINES[request.param]())
     if engine.running_on != spec or engine.unfinished:
         engine.start(spec)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, derive_seed
-from rl2lightning.types import SamplingParams
+from rl2lightning.rollout.engine import RolloutEngine, derive_seed
+from rl2lightning.types import SamplingParams, StructuredOutput
 
 EOS = 2
 
@@ -119,9 +122,8 @@ def test_requests_with_different_sampling_share_a_batch(loaded):
         torch.testing.assert_close(torch.tensor(together[f"{i}"].logps), torch.tensor(alone.logps), atol=1e-5, rtol=0)
 
 
-def test_the_global_generators_are_left_alone(engine, model, model_path):
+def test_the_global_generators_are_left_alone(engine, model):
     before = torch.get_rng_state()
-    engine.start(EngineSpec(str(model_path), "cpu", torch.float32))
     engine.update_weights(model.named_parameters(), version=0)
     engine.generate([[5, 6]], SamplingParams(max_tokens=3), [1])
     assert torch.equal(torch.get_rng_state(), before)
@@ -140,14 +142,12 @@ def test_a_stop_token_ends_the_completion_and_belongs_to_it(loaded):
     assert (free.finish_reason, free.truncated, len(free.token_ids)) == ("length", True, 12)
 
 
-def test_the_models_own_stop_tokens_hold_without_being_named(engine, model, model_path):
-    engine.update_weights(model.named_parameters(), version=0)
-    (free,) = engine.generate([[4, 5]], SamplingParams(max_tokens=12), [0])
-    engine.start(EngineSpec(str(model_path), "cpu", torch.float32, stop_token_ids=(EOS, free.token_ids[3])))
-    engine.update_weights(model.named_parameters(), version=0)
-    (stopped,) = engine.generate([[4, 5]], SamplingParams(max_tokens=12), [0])
-    assert stopped.token_ids == free.token_ids[:4]
-    assert stopped.finish_reason == "stop"
+def test_the_models_own_stop_tokens_hold_without_being_named(loaded):
+    completions = loaded.generate([[4, 5]] * 80, SamplingParams(max_tokens=12), range(80))
+    stopped = [c for c in completions if EOS in c.token_ids]
+    assert len(stopped) > 2
+    assert all(c.token_ids.index(EOS) == len(c.token_ids) - 1 and c.finish_reason == "stop" for c in stopped)
+    assert all(c.finish_reason == "length" for c in completions if c not in stopped)
 
 
 def test_a_stop_token_as_the_last_token_allowed_is_a_stop(loaded):
@@ -185,27 +185,78 @@ def test_a_prompt_without_room_gives_an_empty_completion_and_no_error(loaded, le
     assert len(normal.token_ids) == 3
 
 
-def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(engine, model, model_path, tokenizer):
-    engine.start(EngineSpec(str(model_path), "cpu", torch.float32, tokenizer=tokenizer))
-    engine.update_weights(model.named_parameters(), version=0)
-    (free,) = engine.generate([[4, 5]], SamplingParams(max_tokens=12), [0])
+def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(loaded, tokenizer):
+    (free,) = loaded.generate([[4, 5]], SamplingParams(max_tokens=12), [0])
     text = tokenizer.decode(free.token_ids)
     words = [tokenizer.decode(free.token_ids[i : i + 2]) for i in range(11)]
     at = next(i for i in range(2, 11) if len(words[i]) == 2 and text.count(words[i]) == 1)
     for stop in ((words[at],), ("@@@", words[at])):
         sampling = SamplingParams(max_tokens=12, stop=stop)
-        stopped, unstopped = engine.generate([[4, 5], [4, 5]], sampling, [0, 1])
+        stopped, unstopped = loaded.generate([[4, 5], [4, 5]], sampling, [0, 1])
         assert stopped.token_ids == free.token_ids[: at + 2]
         assert stopped.logps == pytest.approx(free.logps[: at + 2], abs=1e-5)
         assert (stopped.finish_reason, stopped.stop, stopped.truncated) == ("stop", words[at], False)
         assert words[at] in tokenizer.decode(unstopped.token_ids) or unstopped.finish_reason == "length"
-    (late,) = engine.generate([[4, 5]], SamplingParams(max_tokens=12, stop=(words[at],), min_tokens=at + 3), [0])
+    (late,) = loaded.generate([[4, 5]], SamplingParams(max_tokens=12, stop=(words[at],), min_tokens=at + 3), [0])
     assert len(late.token_ids) > at + 2
 
 
-def test_stop_texts_need_a_tokenizer(loaded):
+def test_stop_texts_need_a_tokenizer(loaded, monkeypatch):
+    monkeypatch.setattr(loaded, "running_on", replace(loaded.running_on, tokenizer=None))
     with pytest.raises(ValueError, match="tokenizer"):
         loaded.submit("a", [4], SamplingParams(stop=("x",)), seed=0)
+    assert loaded.unfinished == 0
+
+
+# -- structured forms ---------------------------------------------------------------------------------------------
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+FORMS = [
+    (StructuredOutput(regex="[0-9]{3}x"), lambda text: re.fullmatch("[0-9]{3}x", text)),
+    (StructuredOutput(choice=("yes", "no", "nobody")), lambda text: text in ("yes", "no", "nobody")),
+    (StructuredOutput(json_schema=OBJECT), lambda text: isinstance(json.loads(text)["a"], bool)),
+]
+
+
+def test_a_structured_form_is_refused_or_kept_to_with_the_logps_of_the_tokens_that_fit(
+    loaded, model, processed, tokenizer
+):
+    for form, fits in FORMS:
+        sampling = SamplingParams(max_tokens=50, temperature=1.3, structured=form)
+        if not loaded.running_on.structured:
+            with pytest.raises(ValueError, match=r"sampling\.structured needs an engine that follows grammars"):
+                loaded.submit("a", [4], sampling, seed=0)
+            continue
+        ended = [c for c in loaded.generate(prompts(12), sampling, range(12)) if not c.truncated]
+        assert ended, [
+            (c.token_ids, c.logps) for c in loaded.generate(prompts(2), sampling, range(2))
+        ]  # blanks without end fit an object, too
+        for completion in ended:
+            assert completion.token_ids[-1] == EOS
+            assert fits(tokenizer.decode(completion.token_ids[:-1]))
+    assert loaded.unfinished == 0
+    if loaded.running_on.structured:
+        check_logps_of_digits(loaded, model, processed, tokenizer)
+
+
+def check_logps_of_digits(engine, model, processed, tokenizer) -> None:
+    digits = tokenizer.encode("0123456789")
+
+    def digits_only(_, scores: torch.Tensor) -> torch.Tensor:
+        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        allowed[digits] = True
+        return scores.masked_fill(~allowed, -torch.inf)
+
+    sampling = SamplingParams(max_tokens=9, temperature=0.7, structured=StructuredOutput(regex="[0-9]{3}x"))
+    for c in engine.generate(prompts(6), sampling, range(6)):
+        expected = processed(model, c.prompt_ids, c.token_ids[:3], temperature=0.7, warpers=[digits_only])
+        torch.testing.assert_close(torch.tensor(c.logps[:3]), expected, atol=1e-5, rtol=0)
+        assert c.logps[3:] == [0.0, 0.0]  # the x, and the end
+
+
+def test_a_form_cannot_be_gone_on_with(loaded):
+    with pytest.raises(ValueError, match=r"structured"):
+        loaded.submit("a", [4, 5], SamplingParams(structured=StructuredOutput(regex="a+")), seed=0, begun=1)
     assert loaded.unfinished == 0
 
 
@@ -234,24 +285,20 @@ def test_an_aborted_request_resumes_with_its_tokens_as_prompt(loaded, model, pro
         assert joined == whole.token_ids
 
 
-def test_what_was_begun_counts_for_the_least_and_the_most_tokens_and_its_text_is_read_on(
-    engine, model, model_path, tokenizer
-):
-    engine.start(EngineSpec(str(model_path), "cpu", torch.float32, tokenizer=tokenizer))
-    engine.update_weights(model.named_parameters(), version=0)
+def test_what_was_begun_counts_for_the_least_and_the_most_tokens_and_its_text_is_read_on(loaded, tokenizer):
     a, b, c, d = tokenizer.encode("abcd")
     others = tuple(i for i in range(128) if i != d)
     go_on = {"seed": 0, "begun": 3}
     sampling = SamplingParams(max_tokens=20, stop=("cd",), min_tokens=4, stop_token_ids=others)
-    engine.submit("text", [9, a, b, c], sampling, **go_on)  # its 4th token can only be a "d"
-    done = run(engine)
+    loaded.submit("text", [9, a, b, c], sampling, **go_on)  # its 4th token can only be a "d"
+    done = run(loaded)
     assert (done["text"].token_ids, done["text"].stop, done["text"].logps) == ([d], "cd", [0.0])
-    engine.submit("most", [9, a, b, c], SamplingParams(max_tokens=5), **go_on)
-    engine.submit("full", [9, a, b, c], SamplingParams(max_tokens=3), **go_on)
-    engine.submit(
+    loaded.submit("most", [9, a, b, c], SamplingParams(max_tokens=5), **go_on)
+    loaded.submit("full", [9, a, b, c], SamplingParams(max_tokens=3), **go_on)
+    loaded.submit(
         "least", [9, a, b, c], SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=others + (d,)), **go_on
     )
-    done = run(engine)
+    done = run(loaded)
     assert [len(done[name].token_ids) for name in ("most", "full", "least")] == [2, 0, 1]
     assert [done[name].finish_reason for name in ("most", "full", "least")] == ["length", "length", "stop"]
 

@@ -116,6 +116,7 @@ def test_every_token_has_the_logp_and_the_version_of_the_weights_that_drew_it(en
     first = loop.run(jobs(), SAMPLING, 7, partial=partial)
     engine.update_weights(other.named_parameters(), version=3)
     second = loop.run([], SAMPLING, 7, carried=first.carried)
+    assert len(first.trajectories) + len(second.trajectories) == 12
     assert {
         tuple(sorted({v for v, a in zip(t.weight_versions, t.action_mask, strict=True) if a}))
         for t in second.trajectories

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import socket
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rl2lightning.rollout.engine import EngineSpec
+from rl2lightning.rollout.loop import Job, RolloutLoop
+from rl2lightning.rollout.partial import PartialRollouts
 from rl2lightning.rollout.vllm import VLLMEngine
 from rl2lightning.types import SamplingParams
 
@@ -56,32 +56,100 @@ def largest_gap(engine: VLLMEngine, model, processed, seed: int = 0) -> float:
     return float(torch.cat(gaps).abs().max())
 
 
+class Starter:
+    """Starts engines on a model's config. A process can have one at a time; the last is kept for who wants the same."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.key: tuple | None = None
+        self.engine: VLLMEngine | None = None
+
+    def __call__(self, model, dtype: torch.dtype = torch.float32, **settings) -> VLLMEngine:
+        key = (str(model.config), dtype, str(settings))
+        if self.engine is None or self.key != key or self.engine.running_on is None:
+            self.end()
+            model.config.save_pretrained(self.directory)
+            self.engine, self.key = VLLMEngine(**{"kv_cache_memory_bytes": 32 << 20, **settings}), key
+            self.engine.start(EngineSpec(str(self.directory), "cpu", dtype))
+        return self.engine
+
+    def end(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+            self.engine = None
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Iterator[Starter]:
+    starter = Starter(tmp_path_factory.mktemp("model"))
+    yield starter
+    starter.end()
+
+
 @pytest.fixture
-def start(tmp_path):
-    """Starts an engine on a model's config; ended after the test."""
-    engines: list[VLLMEngine] = []
-
-    def make(model, dtype: torch.dtype = torch.float32, **settings) -> VLLMEngine:
-        model.config.save_pretrained(tmp_path)
-        engine = VLLMEngine(**{"kv_cache_memory_bytes": 32 << 20, **settings})
-        engine.start(EngineSpec(str(tmp_path), "cpu", dtype))
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
+def tied(start) -> VLLMEngine:
+    return start(random_model("tied"), options={"block_size": 32})
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
-def test_logps_are_the_models_after_each_of_three_pushes(start, processed, kind):
+@pytest.mark.parametrize("kind", ["untied", "moe", "tied"])
+def test_logps_are_the_models_after_each_of_three_pushes(request, start, processed, kind):
     model = random_model(kind)
-    engine = start(model)
+    engine = request.getfixturevalue("tied") if kind == "tied" else start(model)
     for push in range(3):
         engine.update_weights(model.named_parameters(), version=push)
         assert largest_gap(engine, model, processed, seed=push) <= 2e-5
         perturb(model, push)
     assert largest_gap(engine, model, processed) > 1e-2  # the measure sees a push that was left out
+
+
+def test_sleep_does_nothing_on_the_cpu(tied, processed):
+    model = random_model("tied")
+    tied.update_weights(model.named_parameters(), version=7)
+    tied.sleep()
+    assert tied.version == 7  # the weights are still there
+    tied.wake()
+    assert largest_gap(tied, model, processed) <= 2e-5
+
+
+def test_a_shared_prompt_is_read_once(tied, monkeypatch):
+    tied.update_weights(random_model("tied").named_parameters(), version=0)
+    cached: list[int] = []
+    step = tied._step
+
+    def look():
+        outputs = step()
+        cached.extend(o.num_cached_tokens for o in outputs if o.finished)
+        return outputs
+
+    monkeypatch.setattr(tied, "_step", look)
+    for seed in range(3):
+        tied.generate([list(range(3, 99))], SamplingParams(max_tokens=2), [seed])
+    assert cached == [0, 64, 64]
+
+
+def test_a_rollout_in_pieces_has_the_logps_of_the_weights_that_drew_each_token(tied, processed, tokenizer):
+    old, new = random_model("tied"), random_model("tied", seed=1)
+    loop = RolloutLoop(tied, tokenizer, apply_chat_template=False)
+    sampling = SamplingParams(max_tokens=30, temperature=0.7, stop_token_ids=tuple(range(30)))
+    jobs = [
+        Job({"messages": [{"role": "user", "content": "abc"}]}, group_id=i, sample_id=k)
+        for i in range(4)
+        for k in (0, 1)
+    ]
+    tied.update_weights(old.named_parameters(), version=0)
+    first = loop.run(jobs, sampling, 7, partial=PartialRollouts(share=0.3, max_age=9))
+    tied.update_weights(new.named_parameters(), version=2)
+    second = loop.run([], sampling, 7, carried=first.carried)
+    assert len(first.trajectories) + len(second.trajectories) == 8
+    resumed = 0
+    for t in (*first.trajectories, *second.trajectories):
+        begin = t.action_mask.index(True)
+        prompt, actions, versions = t.token_ids[:begin], t.token_ids[begin:], t.weight_versions[begin:]
+        both = (processed(model, prompt, actions, temperature=0.7) for model in (old, new))
+        expected = torch.where(torch.tensor(versions) == 2, *reversed(list(both)))
+        torch.testing.assert_close(torch.tensor(t.logps[begin:]), expected, atol=2e-5, rtol=0)
+        resumed += set(versions) == {0, 2}
+    assert resumed
 
 
 def test_bfloat16_weights_are_those_of_the_rounded_model(start, processed):
@@ -94,7 +162,8 @@ def test_bfloat16_weights_are_those_of_the_rounded_model(start, processed):
 
 
 def test_building_and_generating_leave_the_process_as_it_was(start):
-    model = random_model("tied")
+    start.end()
+    model, grouped = random_model("tied"), dist.is_initialized()
     environment, threads, set_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     expected = torch.rand(3), np.random.rand(3).tolist(), random.random()
@@ -108,34 +177,17 @@ def test_building_and_generating_leave_the_process_as_it_was(start):
     assert torch.get_num_threads() == threads
     assert torch.set_num_threads is set_threads
     engine.shutdown()
-    assert not dist.is_initialized()  # the group that it made for itself went with it
+    assert dist.is_initialized() == grouped  # a group that it made for itself went with it
 
 
-def test_sleep_does_nothing_on_the_cpu(start, processed):
-    model = random_model("tied")
-    engine = start(model)
-    engine.update_weights(model.named_parameters(), version=7)
-    engine.sleep()
-    assert engine.version == 7  # the weights are still there
-    engine.wake()
-    assert largest_gap(engine, model, processed) <= 2e-5
+def test_a_model_without_a_kernel_is_refused_before_it_is_loaded(tmp_path):
+    from transformers import Qwen3Config
 
-
-def test_a_shared_prompt_is_read_once(start):
-    model = random_model("tied")
-    engine = start(model, max_num_seqs=1, options={"block_size": 32})
-    engine.update_weights(model.named_parameters(), version=0)
-    cached: list[int] = []
-    step = engine._step
-
-    def look():
-        outputs = step()
-        cached.extend(o.num_cached_tokens for o in outputs if o.finished)
-        return outputs
-
-    engine._step = look
-    engine.generate([list(range(3, 99))] * 3, SamplingParams(max_tokens=2), range(3))
-    assert cached == [0, 64, 64]
+    Qwen3Config(**{**SMALL, "head_dim": 16}).save_pretrained(tmp_path)
+    engine = VLLMEngine()
+    with pytest.raises(ValueError, match=r"heads of 32, 64, .* this model's have 16; use rl2lightning\.HFEngine"):
+        engine.start(EngineSpec(str(tmp_path), "cpu", torch.float32))
+    assert engine.running_on is None
 
 
 @pytest.mark.parametrize(
@@ -159,19 +211,6 @@ def test_a_length_beyond_the_models_is_refused(start):
 # -- two processes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_two_processes_generate_alone_and_together(tensor: int, tmp_path: Path):
-    """The checks are in vllm_cases.py; they run on every process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = str(Path(__file__).with_name("vllm_cases.py"))
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    inherited = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
-    environment = {k: v for k, v in os.environ.items() if k not in inherited} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, script, str(tensor), str(tmp_path)],
-        env=environment, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.stdout.count("all checks passed") == 2
+def test_two_processes_generate_alone_and_together(run_on, tmp_path: Path):
+    """The checks are in vllm_cases.py; they run on every process, with an engine each and with one for both."""
+    run_on(2, Path(__file__).with_name("vllm_cases.py"), tmp_path, timeout=400)

@@ -1,4 +1,4 @@
-"""Checks on two gloo processes: `torchrun --nproc-per-node 2 vllm_cases.py TENSOR DIRECTORY`.
+"""Checks on two gloo processes: `torchrun --nproc-per-node 2 vllm_cases.py DIRECTORY`.
 
 The model that is pushed is sharded by FSDP2, so that the stream is one of collectives.
 """
@@ -21,7 +21,7 @@ from rl2lightning.callbacks.generation import Generators
 from rl2lightning.callbacks.logp_check import probe
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.loop import Job, RolloutLoop
-from rl2lightning.rollout.partial import Carried
+from rl2lightning.rollout.partial import Carried, PartialRollouts
 from rl2lightning.rollout.vllm import VLLMEngine
 from rl2lightning.types import RolloutError, SamplingParams, Trajectory
 
@@ -43,8 +43,8 @@ class Toy:
     def __init__(self, engine: VLLMEngine) -> None:
         self.loop = RolloutLoop(engine, build_tokenizer())
 
-    def __call__(self, jobs: list[Job], carried: list[Carried]):
-        return self.loop.run(jobs, SamplingParams(max_tokens=6), seed=0)
+    def __call__(self, jobs: list[Job], carried: list[Carried], partial: PartialRollouts | None = None):
+        return self.loop.run(jobs, SamplingParams(max_tokens=6), seed=0, partial=partial, carried=carried)
 
 
 def check_numbers(engine: VLLMEngine, sharded, model, *, version: int) -> None:
@@ -120,17 +120,34 @@ def check_jobs(engine: VLLMEngine, *, replica_size: int) -> list[tuple[int, int,
     return [(t.group_id, t.sample_id, t.token_ids) for t in result.trajectories]
 
 
-def main(tensor: int, directory: Path) -> None:
-    dist.init_process_group("gloo")
+def check_carried(engine: VLLMEngine, *, replica_size: int) -> None:
+    """What was cut off is known to all, dealt to the engines, and comes to its end once over all of them."""
+    generators, toy = Generators(engine, replica_size), Toy(engine)
+    rows = [{"messages": [{"role": "user", "content": "abcd"[i]}]} for i in range(4)]
+    mine = torch.arange(4).tensor_split(dist.get_world_size() // replica_size)[dist.get_rank() // replica_size].tolist()
+    jobs = [Job(rows[i], group_id=i, sample_id=k) for i in mine for k in range(2)]
+    partial = PartialRollouts(tokens=4, max_age=9)
+    first = generators.play(jobs, lambda share, ours: toy(share, ours, partial))
+    assert all(carried == first.carried for carried in from_all(first.carried))
+    assert first.carried
+    second = generators.play([], toy, first.carried)
+    assert not second.carried
+    played = [(t.group_id, t.sample_id) for t in (*first.trajectories, *second.trajectories)]
+    everywhere = [key for part in from_all(played)[::replica_size] for key in part]
+    assert sorted(everywhere) == [(i, k) for i in range(4) for k in range(2)]
+    generators.close()
+
+
+def check_all(tensor: int, directory: str) -> None:
+    """All of it with engines of so many processes; at the end they are gone, and the trainer's group is not."""
     rank = dist.get_rank()
     model = build_model()
-    model.config.save_pretrained(directory / f"model{rank}")
     sharded, mesh = deepcopy(model).requires_grad_(True), init_device_mesh("cpu", (2,))
     for block in sharded.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     engine = VLLMEngine(tensor=tensor, kv_cache_memory_bytes=16 << 20)
-    engine.start(EngineSpec(str(directory / f"model{rank}"), "cpu", torch.float32))
+    engine.start(EngineSpec(directory, "cpu", torch.float32, stop_token_ids=(2,)))
     assert engine.leads == (tensor == 1 or rank == 0)
     for version in range(3):
         check_numbers(engine, sharded, model, version=version)
@@ -145,6 +162,8 @@ def main(tensor: int, directory: Path) -> None:
     everyone = from_all(check_jobs(engine, replica_size=1))
     both = from_all(check_jobs(engine, replica_size=2))
     assert both[0] == both[1] == everyone[0] + everyone[1]
+    check_carried(engine, replica_size=1)
+    check_carried(engine, replica_size=2)
 
     seqs = probe(engine, [Trajectory({}, 0, token_ids=[5, 6, 7], action_mask=[False, False, True])])
     assert seqs is not None
@@ -156,7 +175,14 @@ def main(tensor: int, directory: Path) -> None:
     ones = torch.ones(1)
     dist.all_reduce(ones)  # and after it
     assert ones.item() == 2
-    print("all checks passed", flush=True)
+
+
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    path = directory / f"model{dist.get_rank()}"
+    build_model().config.save_pretrained(path)
+    for tensor in (1, 2):
+        check_all(tensor, str(path))
     dist.destroy_process_group()
 
 
@@ -164,4 +190,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     from conftest import build_model, build_tokenizer
 
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
