@@ -3,14 +3,16 @@
 import json
 import logging
 import math
+import threading
 from pathlib import Path
 
 import lightning as L
 import pytest
 
-from rl2lightning import SFT, ChatDataModule, HFEngine, RolloutCallback
+from rl2lightning import GRPO, SFT, ChatDataModule, HFEngine, PromptDataModule, RolloutCallback
 from rl2lightning.callbacks.preemption import Preemption
 from rl2lightning.rewards import ExactMatch, FunctionReward, LengthPenalty
+from rl2lightning.rewards.remote import RemoteReward
 from rl2lightning.types import RolloutError, SamplingParams, Trajectory
 
 
@@ -355,3 +357,57 @@ def test_a_rollout_whose_samples_are_all_dropped_is_a_step_that_changes_nothing(
     trainer.fit(grpo(), datamodule=prompts())
     assert trainer.global_step == 2
     assert trainer.callback_metrics["rollout/dropped"] == 16
+
+
+# ---- what may go wrong
+
+
+def test_a_rollout_whose_samples_are_all_cut_off_is_counted_and_learned_from(make_trainer, grpo, prompts) -> None:
+    batches = Batches()
+    sampling = SamplingParams(max_tokens=3, min_tokens=3)  # nothing ends by itself
+    trainer = make_trainer(RolloutCallback(rewards=[digits]), batches, max_steps=2)
+    trainer.fit(grpo(sampling=sampling), datamodule=prompts())
+    assert trainer.global_step == 2
+    assert all(t.truncated and t.num_actions == 3 for batch in batches.trajectories for t in batch)
+    assert [metrics["rollout/truncated"] for metrics in batches.metrics] == [1.0, 1.0]
+    assert all(metrics["train/grad_norm"] > 0 for metrics in batches.metrics)
+
+
+def test_a_tokenizer_without_end_of_sequence_is_refused_unless_something_else_ends_a_turn(
+    make_trainer, make_model, task: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    model = make_model(eos_token_id=None)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(model)
+
+    def fit(**sampling) -> L.Trainer:
+        trainer = make_trainer(RolloutCallback(rewards=[digits]))
+        data = PromptDataModule(f"prompts@{task}", prompts_per_rollout=4, val_ratio=0.0, apply_chat_template=False)
+        module = GRPO(model, sampling=SamplingParams(max_tokens=6, **sampling), samples_per_prompt=4)
+        trainer.fit(module, datamodule=data)
+        return trainer
+
+    with pytest.raises(RolloutError, match=r"nothing ends a turn: .* set sampling\.stop_token_ids or sampling\.stop"):
+        fit()
+    assert fit(stop=("1",)).global_step == fit(stop_token_ids=(20,)).global_step == 1
+
+
+def test_a_reward_server_that_is_down_for_a_while_delays_a_rollout_and_changes_nothing(
+    make_trainer, grpo, prompts, fake_service
+) -> None:
+    service = fake_service(lambda payload, headers: (200, {"reward": float(len(payload["messages"][-1]["content"]))}))
+
+    def fit(down: bool) -> Batches:
+        if down:
+            service.down()
+            threading.Timer(0.5, service.up).start()
+        batches, reward = Batches(), RemoteReward(service.url, retries=12, backoff=0.05)
+        make_trainer(RolloutCallback(rewards=[reward]), batches).fit(grpo(), datamodule=prompts())
+        return batches
+
+    always, late = fit(down=False), fit(down=True)
+    assert late.trajectories == always.trajectories
+    assert late.metrics[0]["rollout/reward_errors"] == 0
