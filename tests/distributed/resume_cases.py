@@ -28,6 +28,7 @@ from rl2lightning import (
     SFT,
     ChatDataModule,
     FSDP2TPStrategy,
+    LoRAConfig,
     OptimizerConfig,
     PromptDataModule,
     RolloutCallback,
@@ -55,7 +56,7 @@ class RecordedEngine(RolloutEngine):
     def unfinished(self) -> int:
         return len(self._done)
 
-    def submit(self, request_id, prompt_ids, sampling, *, seed) -> None:
+    def submit(self, request_id, prompt_ids, sampling, *, seed, begun=0) -> None:
         digest = hashlib.sha256(repr((list(prompt_ids), seed)).encode()).digest()
         ids = [6 + byte % 90 for byte in digest[: 2 + digest[-1] % 4]]
         logps = [-1.0 - byte / 256 for byte in digest[8 : 8 + len(ids)]]
@@ -115,9 +116,9 @@ class Record(L.Callback):
         self.weights = {name: x.clone() for name, x in pl_module.policy_weights()}
 
 
-def sft(model: str, task: str, *, num_workers: int = 0):
+def sft(model: str, task: str, *, num_workers: int = 0, lora: LoRAConfig | None = None):
     data = ChatDataModule(f"conversations@{task}", batch_size=16, max_length=32, num_workers=num_workers)
-    return SFT(model, optimizer=OPTIMIZER, max_tokens_per_device=60), data, []
+    return SFT(model, optimizer=OPTIMIZER, max_tokens_per_device=60, lora=lora), data, []
 
 
 def grpo(model: str, task: str, *, engine: RolloutEngine | None = None):
@@ -157,6 +158,7 @@ def ppo(model: str, task: str, *, engine: RolloutEngine | None = None):
 CASES = {
     "sft": (sft, {}),
     "sft_in_background": (partial(sft, num_workers=2), {"async_checkpoints": True}),
+    "sft_adapters": (partial(sft, lora=LoRAConfig(rank=4)), {}),
     "grpo": (grpo, {}),
     "grpo_in_background": (grpo, {"async_checkpoints": True}),
     "ppo": (ppo, {}),
