@@ -23,7 +23,14 @@ from rl2lightning.algorithms.optimizer import OptimizerConfig
 from rl2lightning.algorithms.pairs import on_both_halves, pair_units, split_pairs
 from rl2lightning.functional.losses import reward_model_loss, sft_loss
 from rl2lightning.models.attention import keep_attention
-from rl2lightning.models.build import decoder_blocks, full_weights, init_weights, load_config, own_part
+from rl2lightning.models.build import (
+    decoder_blocks,
+    full_weights,
+    gathered_weights,
+    init_weights,
+    load_config,
+    own_part,
+)
 from rl2lightning.models.lora import LoRAConfig, file_name, merged_weights
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.parallel.ring.attention import TransportName
@@ -413,7 +420,21 @@ class AdaptedParity(Parity):
             "frozen": float((scored - frozen).abs().max() / frozen.abs().max()),
             "merged_names": names,
             "merged": max(gaps, default=torch.inf),
+            "not_as_drawn": self._not_as_drawn(),
         }
+
+    def _not_as_drawn(self) -> list[str]:
+        """Which weights of a new adapter, put together from all processes, are not those of one generator."""
+        assert self.policy is not None
+        assert self.policy.adapters is not None
+        self.policy.adapters.start(seed=3, path=None)
+        generator, odd = torch.Generator().manual_seed(3), []
+        for name, p in gathered_weights(self.policy.adapters.trained()):
+            expected = torch.zeros(p.shape)
+            if name.endswith("lora_A.weight"):
+                expected.uniform_(-(p.shape[1] ** -0.5), p.shape[1] ** -0.5, generator=generator)
+            odd += [] if torch.equal(p, expected) else [name]
+        return odd
 
 
 def set_checkpointing(lm: Any, kind: str) -> None:

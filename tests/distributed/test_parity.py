@@ -117,3 +117,4 @@ def test_adapters_are_switched_off_merged_and_saved_on_any_mesh(outcomes: Outcom
     assert outcome["merged_names"]
     assert outcome["merged"] <= 1e-6  # of weights of about 0.1
     assert outcome["not_as_saved"] == []
+    assert outcome["not_as_drawn"] == []
