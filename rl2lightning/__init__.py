@@ -44,6 +44,8 @@ _PUBLIC = {
     "Reward": "rewards.base",
     "FunctionReward": "rewards.base",
     "SamplingParams": "types",
+    "StructuredOutput": "types",
+    "PartialRollouts": "rollout.partial",
     "Sequences": "types",
     "Trajectory": "types",
     "Trainer": "cli",

