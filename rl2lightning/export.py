@@ -36,7 +36,7 @@ def export(
 
     from rl2lightning.models.build import copy_generation_config, load_config, save_pretrained
     from rl2lightning.models.heads import SCALAR_HEAD
-    from rl2lightning.models.lora import CONFIG_FILE, file_name, read_config, write_adapter
+    from rl2lightning.models.lora_files import CONFIG_FILE, file_name, read_config, write_adapter
     from rl2lightning.models.serving import set_padding
     from rl2lightning.parallel.checkpoint import load_full_weights, locate, model_names
 
@@ -79,7 +79,7 @@ def _merged(
     """Weights of the model that an adapter was trained on, with it."""
     from rl2lightning.models.build import read_weights, resolve_model
     from rl2lightning.models.heads import SCALAR_HEAD
-    from rl2lightning.models.lora import merge_files
+    from rl2lightning.models.lora_files import merge_files
 
     path = base or lora["base_model_name_or_path"]
     try:

@@ -23,7 +23,8 @@ from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.attention import move
 from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
-from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights, plain_config, write_config
+from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
+from rl2lightning.models.lora_files import plain_config, write_config
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.seeding import run_seed

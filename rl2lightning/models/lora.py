@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) by peft: in a model, merged into its weights, and as files.
+"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) by peft, in models.
 
 A layer W of the frozen model becomes W + scaling * B A, of which only A [rank, in] and B [out, rank] learn. peft makes
 the layers and its own format is what is read and written; names here are those of the model without adapters.
@@ -6,11 +6,9 @@ the layers and its own format is what is read and written; names here are those 
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +20,21 @@ from torch.distributed.tensor import DTensor
 
 from rl2lightning.models.build import fill, full_weights, is_tied, whole
 from rl2lightning.models.heads import SCALAR_HEAD
+from rl2lightning.models.lora_files import (
+    CONFIG_FILE,
+    NAME,
+    PREFIX,
+    WEIGHTS_FILE,
+    file_name,
+    merge,
+    read_config,
+    scaling,
+)
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.types import Sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
-_NAME = "default"  # peft's name of the one adapter there is
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Adapters:
     def pair(self, name: str) -> tuple[Any, Any]:
         """The modules A and B of a matrix."""
         layer = self.layers[name]
-        return layer.lora_A[_NAME], layer.lora_B[_NAME]
+        return layer.lora_A[NAME], layer.lora_B[NAME]
 
     def frozen(self) -> dict[str, nn.Parameter]:
         """The parameters of the frozen model, tied ones once, under the names they have without adapters."""
@@ -123,7 +128,7 @@ class Adapters:
             _local(up).zero_()
         for copied in self.copies.values():
             originals = copied.original_module.parameters()
-            for ours, theirs in zip(copied.modules_to_save[_NAME].parameters(), originals, strict=True):
+            for ours, theirs in zip(copied.modules_to_save[NAME].parameters(), originals, strict=True):
                 _local(ours).copy_(_local(theirs))  # both cut alike
         if path is not None:
             self._load(path)
@@ -169,15 +174,15 @@ def add_adapters(lm: PreTrainedModel, lora: LoRAConfig, dtype: torch.dtype, *, b
         base_model_name_or_path=os.path.abspath(base) if os.path.isdir(base) else base,
     )
     with torch.random.fork_rng(devices=[]):  # the values it draws are not used
-        peft.inject_adapter_in_model(config, lm, adapter_name=_NAME, low_cpu_mem_usage=True)
+        peft.inject_adapter_in_model(config, lm, adapter_name=NAME, low_cpu_mem_usage=True)
     modules: list[tuple[str, Any]] = list(lm.named_modules())
     layers = {name: module for name, module in modules if isinstance(module, peft.tuners.lora.LoraLayer)}
     for name, layer in layers.items():
         if not isinstance(layer.base_layer, nn.Linear):
             raise ValueError(f"lora.target_modules names '{name}', which is no matrix; name linear layers alone")
         outputs, inputs = layer.base_layer.weight.shape  # of a matrix that is cut, all of it
-        layer.lora_A[_NAME] = nn.Linear(inputs, config.r, bias=False, device="meta", dtype=dtype)
-        layer.lora_B[_NAME] = nn.Linear(config.r, outputs, bias=False, device="meta", dtype=dtype)
+        layer.lora_A[NAME] = nn.Linear(inputs, config.r, bias=False, device="meta", dtype=dtype)
+        layer.lora_B[NAME] = nn.Linear(config.r, outputs, bias=False, device="meta", dtype=dtype)
     copies = {name: _copied(lm, name, dtype) for name in _whole_modules(lm, [n for n in in_full if n != "score"])}
     if scalar:
         lm.get_parameter(SCALAR_HEAD).requires_grad_()
@@ -257,20 +262,15 @@ def _whole_modules(lm: PreTrainedModel, names: list[str]) -> list[str]:
 
 def _copied(lm: PreTrainedModel, name: str, dtype: torch.dtype) -> Any:
     """Puts peft's wrapper, which holds the frozen module and a copy that learns, in the place of a module."""
-    wrapper = _peft().utils.ModulesToSaveWrapper(lm.get_submodule(name), _NAME)
+    wrapper = _peft().utils.ModulesToSaveWrapper(lm.get_submodule(name), NAME)
     wrapper.original_module.requires_grad_(False)
-    wrapper.modules_to_save[_NAME].to(dtype).requires_grad_()
+    wrapper.modules_to_save[NAME].to(dtype).requires_grad_()
     lm.set_submodule(name, wrapper)
     return wrapper
 
 
 def _frozen_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
-
-
-def file_name(name: str) -> str:
-    """What a parameter that learns is called in peft's files."""
-    return "base_model.model." + name.replace(f".modules_to_save.{_NAME}.", ".").replace(f".{_NAME}.", ".")
 
 
 def _local(p: Tensor) -> Tensor:
@@ -312,69 +312,14 @@ def merged_weights(model: PackedModel, dtype: torch.dtype | None = None) -> Iter
     if adapters is None:
         yield from full_weights(model.lm, dtype)
         return
-    trained = {name.removeprefix("base_model.model."): p for name, p in adapters.trained().items()}
+    trained = {name.removeprefix(PREFIX): p for name, p in adapters.trained().items()}
+    factor = scaling(adapters.config.to_dict())
     for name, p in adapters.frozen().items():
         layer = name.removesuffix(".weight")
         weight = whole(trained.pop(name, p), dtype)
         if layer in adapters.layers:
             down, up = (whole(module.weight) for module in adapters.pair(layer))
-            weight = merge(weight, down, up, scaling(adapters.config.to_dict()))
+            weight = merge(weight, down, up, factor)
         yield name, weight
     if SCALAR_HEAD in trained:
         yield SCALAR_HEAD, whole(trained[SCALAR_HEAD], dtype)
-
-
-def merge(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """weight [out, in] + scaling * up [out, rank] @ down [rank, in], summed in fp32, in the weight's own type."""
-    return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
-
-
-def scaling(config: Mapping[str, Any]) -> float:
-    """What the product B A is multiplied by, from the content of a peft config."""
-    rank = config["r"]
-    return config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def merge_files(base: dict[str, Tensor], adapter: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Whole weights of the frozen model and those of an adapter under peft's names, as one model's."""
-    trained = {name.removeprefix("base_model.model."): x for name, x in adapter.items()}
-    merged = dict(base)
-    for name, x in trained.items():
-        if name.endswith(".lora_A.weight"):
-            layer = name.removesuffix(".lora_A.weight")
-            up = trained[f"{layer}.lora_B.weight"]
-            merged[f"{layer}.weight"] = merge(base[f"{layer}.weight"], x, up, scaling(config))
-        elif not name.endswith(".lora_B.weight"):
-            merged[name] = x
-    return merged
-
-
-# ---- files
-
-
-def plain_config(config: Any) -> dict[str, Any]:
-    """The content of a peft config's file."""
-    return {name: sorted(x) if isinstance(x, set) else x for name, x in config.to_dict().items()}
-
-
-def write_config(config: dict[str, Any], directory: Path) -> None:
-    """peft's description of an adapter, beside which its weights belong."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    file = directory / CONFIG_FILE
-    if not file.is_file():
-        raise ValueError(f"'{directory}' is no adapter's directory: it has no {CONFIG_FILE}")
-    return json.loads(file.read_text())
-
-
-def write_adapter(weights: dict[str, Tensor], config: dict[str, Any], directory: Path) -> None:
-    """An adapter's directory, which `PeftModel.from_pretrained` loads."""
-    from safetensors.torch import save_file
-
-    write_config(config, directory)
-    contiguous = {name: x.contiguous() for name, x in weights.items()}
-    save_file(contiguous, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    shutil.copymode(directory / CONFIG_FILE, directory / WEIGHTS_FILE)  # safetensors writes for its owner alone

@@ -31,7 +31,8 @@ from rl2lightning.models.build import (
     load_config,
     own_part,
 )
-from rl2lightning.models.lora import LoRAConfig, file_name, merged_weights
+from rl2lightning.models.lora import LoRAConfig, merged_weights
+from rl2lightning.models.lora_files import file_name
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.parallel.ring.attention import TransportName
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
