@@ -1,6 +1,13 @@
 """DPO and KTO learn from answers alone: what is stated here was measured with room to spare.
 
-Over seeds: `pytest -m slow tests/learning/test_dpo.py`.
+Over seeds (`pytest -m slow tests/learning/test_dpo.py`), greedy accuracy on 500 held-out problems before and after, and
+the held-out margin after; measured 2026-11-21 on two CPU cores, about a minute of one for each run:
+
+| seed | DPO: accuracy | margin | KTO: accuracy | margin |
+|---|---|---|---|---|
+| 0 | 0.500 -> 0.806 | 0.577 | 0.500 -> 0.852 | 5.77 |
+| 1 | 0.500 -> 0.796 | 0.574 | 0.500 -> 0.846 | 5.68 |
+| 2 | 0.500 -> 0.790 | 0.587 | 0.500 -> 0.862 | 5.53 |
 """
 
 import math
@@ -33,8 +40,8 @@ def test_40_steps_of_kto_raise_the_margin_and_the_accuracy_of_what_is_generated(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
 @pytest.mark.parametrize("config", ["dpo", "kto"])
-def test_greedy_accuracy_rises_by_at_least_0_15(fit, config: str, seed: str) -> None:
+def test_greedy_accuracy_rises_by_at_least_0_2(fit, config: str, seed: str) -> None:
     logged = fit(f"quickstart/{config}", "--seed_everything", seed)
     accuracies, margins = logged["val/accuracy"], logged["val/margin"]
-    assert accuracies[-1] >= accuracies[0] + 0.15
+    assert accuracies[-1] >= accuracies[0] + 0.2
     assert margins[-1] > margins[0] > 0
