@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rl2lightning.callbacks.generation import Generators
 from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutResult
+from rl2lightning.rollout.partial import Carried
 from rl2lightning.types import RolloutError, Trajectory
 
 JOBS = [Job({}, group_id=i, sample_id=k) for i in (7, 3, 5) for k in range(2)]
@@ -69,6 +70,26 @@ def test_results_come_in_the_order_of_the_jobs_and_counts_once(generators):
     second = generators(1, 2, tensor=2, replica_size=1).result([played(JOBS, num_tokens=9)], JOBS[2:4])
     assert [(t.group_id, t.sample_id) for t in second.trajectories] == [(3, 0), (3, 1)]
     assert second.num_tokens == 0  # the other replica has counted it
+
+
+@pytest.mark.parametrize(("world", "tensor"), [(1, 1), (4, 1), (8, 2), (8, 8)])
+def test_what_is_carried_goes_to_one_engine_each_by_whole_groups(generators, world, tensor):
+    carried = [Carried(Trajectory({}, group, sample), began=0) for group in (3, 8, 9, 11, 20) for sample in range(2)]
+    ours = [generators(rank, world, tensor=tensor, replica_size=1).share_of_carried(carried) for rank in range(world)]
+    assert all(ours[rank] == ours[rank // tensor * tensor] for rank in range(world))
+    by_engine = [[c.key for c in part] for part in ours[::tensor]]
+    assert sorted(key for keys in by_engine for key in keys) == [c.key for c in carried]
+    assert all((group, 1 - sample) in keys for keys in by_engine for group, sample in keys)
+    assert max(map(len, by_engine)) - min(map(len, by_engine)) <= 2  # a group
+
+
+def test_carried_trajectories_that_ended_go_to_the_first_replica_of_their_engine(generators):
+    played = RolloutResult([Trajectory({}, 2, 0), Trajectory({}, 7, 0), Trajectory({}, 5, 1)])
+    carried = [Carried(Trajectory({}, 2, 0), began=0), Carried(Trajectory({}, 4, 0), began=0)]
+    first = generators(0, 2, tensor=2, replica_size=1).result([played], [Job({}, 7, 0)], carried)
+    second = generators(1, 2, tensor=2, replica_size=1).result([played], [Job({}, 5, 1)], carried)
+    assert [(t.group_id, t.sample_id) for t in first.trajectories] == [(7, 0), (2, 0)]
+    assert [(t.group_id, t.sample_id) for t in second.trajectories] == [(5, 1)]
 
 
 @pytest.mark.parametrize(("world", "tensor", "replica_size"), [(4, 3, 1), (6, 2, 3), (2, 4, 1)])

@@ -143,7 +143,7 @@ def test_a_stop_token_ends_the_completion_and_belongs_to_it(loaded):
 
 
 def test_the_models_own_stop_tokens_hold_without_being_named(loaded):
-    completions = loaded.generate([[4, 5]] * 80, SamplingParams(max_tokens=12), range(80))
+    completions = loaded.generate([[4, 5]] * 150, SamplingParams(max_tokens=12), range(150))
     stopped = [c for c in completions if EOS in c.token_ids]
     assert len(stopped) > 2
     assert all(c.token_ids.index(EOS) == len(c.token_ids) - 1 and c.finish_reason == "stop" for c in stopped)
