@@ -3,11 +3,11 @@
 import pytest
 
 
-def test_32_steps_raise_the_reward_and_teach_the_critic(fit) -> None:
-    logged = fit("quickstart/ppo", "--trainer.max_steps", "33", "--trainer.num_sanity_val_steps", "0")
+def test_36_steps_raise_the_reward_and_teach_the_critic(fit) -> None:
+    logged = fit("quickstart/ppo", "--trainer.max_steps", "37", "--trainer.num_sanity_val_steps", "0")
     rewards, explained = logged["rollout/reward"], logged["train/explained_variance"]
-    assert logged["train/policy_rests"] == [1.0] * 16 + [0.0] * 17
-    assert rewards[-1] > 1.15 * rewards[0]  # 0.16 -> 0.20 when it was measured; half the sums are out of reach
+    assert logged["train/policy_rests"] == [1.0] * 16 + [0.0] * 21
+    assert rewards[-1] > 1.15 * rewards[0]  # 0.16 -> 0.21 when it was measured; half the sums are out of reach
     assert explained[0] < 0.05
     assert explained[-1] > 0.15  # 0.29 when it was measured
     assert max(logged["train/mismatch_max"]) < 1e-3  # engine and trainer agree on every log-prob
