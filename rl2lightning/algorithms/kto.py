@@ -19,7 +19,7 @@ class KTO(PreferenceModule):
 
     The loss compares an answer's reward with a reference point z: how far the policy is from the reference on answers
     to other prompts, the mean over the whole optimizer step, at least 0 and without gradient. Each prompt of the step
-    gets the answer of the next sample whose prompt is another; where there is none, as in a step of one sample, z is 0.
+    gets an answer to the next one; where there is no other, as in a step of one sample, z is 0.
     These combinations are new in every pass, so the reference stays in memory and nothing is precomputed.
 
     Pairs are learned from, too: PreferenceDataModule makes two labelled samples of each.
@@ -112,20 +112,28 @@ class KTO(PreferenceModule):
 
 
 def mismatched(seqs: Sequences) -> Sequences | None:
-    """Each prompt with an answer to another: that of the next sample, in a circle, whose prompt differs.
+    """Each prompt with an answer to the next prompt that differs, in a circle.
 
+    The k-th sample of a prompt gets the k-th answer to the next one, so that of pairs both kinds of answers count.
     A sequence is a prompt up to its first action, and an answer from there on. None of the results is longer than the
     longest of the given ones: an answer is cut behind a prompt that leaves it no room. None if all prompts are alike.
     """
     ids, mask = (x.split(seqs.lengths.tolist()) for x in (seqs.input_ids, seqs.action_mask))
     starts = [int(m.int().argmax()) for m in mask]  # of the answers
     prompts = [tuple(x[:start].tolist()) for x, start in zip(ids, starts, strict=True)]
-    num, longest = len(seqs), int(seqs.lengths.max())
+    samples: dict[tuple[int, ...], list[int]] = {}  # of each prompt
+    for i, prompt in enumerate(prompts):
+        samples.setdefault(prompt, []).append(i)
+    if len(samples) < 2:
+        return None
+    distinct = list(samples)
+    following = dict(zip(distinct, distinct[1:] + distinct[:1], strict=True))
+    longest, num_seen = int(seqs.lengths.max()), dict.fromkeys(distinct, 0)
     new_ids, new_masks = [], []
     for i, prompt in enumerate(prompts):
-        j = next((j % num for j in range(i + 1, i + num) if prompts[j % num] != prompt), None)
-        if j is None:
-            return None
+        answers = samples[following[prompt]]
+        j = answers[num_seen[prompt] % len(answers)]
+        num_seen[prompt] += 1
         room = longest - starts[i]
         new_ids.append([*prompt, *ids[j][starts[j] :][:room].tolist()])
         new_masks.append([False] * starts[i] + mask[j][starts[j] :][:room].tolist())

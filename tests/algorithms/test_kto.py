@@ -52,6 +52,11 @@ def test_an_answer_to_the_same_prompt_is_no_mismatch() -> None:
     assert mismatched(seqs.select([0])) is None
 
 
+def test_of_pairs_chosen_and_rejected_answers_count() -> None:
+    seqs = samples([[1, 2, 10], [1, 2, 11], [3, 20], [3, 21], [4, 30], [4, 31]], [2, 2, 1, 1, 1, 1])
+    assert [ids for ids, _ in rows(mismatched(seqs))] == [[1, 2, 20], [1, 2, 21], [3, 30], [3, 31], [4, 10], [4, 11]]
+
+
 def test_no_combination_is_longer_than_the_longest_sample() -> None:
     seqs = samples([[1, 2, 3, 4, 10], [5, 20, 21, 22]], [4, 1])
     assert rows(mismatched(seqs)) == [([1, 2, 3, 4, 20], [False] * 4 + [True]), ([5, 10], [False, True])]
