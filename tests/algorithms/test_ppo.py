@@ -23,7 +23,7 @@ from rl2lightning import (
 from rl2lightning.algorithms.kl_limit import KLLimit
 from rl2lightning.estimators import GAE, GroupRelative, MonteCarlo, VTrace
 from rl2lightning.export import export
-from rl2lightning.policy_losses import KLPenalty, MismatchCorrection
+from rl2lightning.policy_losses import KLPenalty, MismatchCorrection, Reinforce
 from rl2lightning.types import PromptBatch, Sequences
 
 spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
@@ -448,6 +448,12 @@ def test_beyond_the_limit_the_policy_rests_and_the_critic_goes_on(tiny_model: st
     assert watch.moved("policies") == [True, False, False, True, True]
     assert all(watch.moved("critics"))
     assert trainer.global_step == 6
+
+
+def test_a_limit_holds_for_a_loss_without_a_ratio(tiny_model: str, task: str, tmp_path: Path) -> None:
+    """It has no use for old log-probs, but the KL has."""
+    watch, _, _ = fit(tiny_model, task, tmp_path, steps=3, epochs=3, target_kl=1e-5, policy_loss=Reinforce())
+    assert [metrics["train/policy_rests"] for metrics in watch.metrics] == [0, 0, 1]
 
 
 def test_a_limit_needs_a_loss_that_tells_the_kl(tiny_model: str, task: str, tmp_path: Path, monkeypatch) -> None:
