@@ -52,17 +52,17 @@ def export(
     config = load_config(str(own if own.is_dir() else checkpoint / "model"))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint / "model")
     stored = getattr(torch, dtype)
-    state = {name: x.to(stored) for name, x in state.items()}
     of_adapter = checkpoint / "model" / "adapters" / submodule
     if of_adapter.is_dir():
         weights, lora = {file_name(name): x for name, x in state.items()}, read_config(of_adapter)
         if adapter:
-            write_adapter(weights, lora, output)
+            write_adapter({name: x.to(stored) for name, x in weights.items()}, lora, output)
             tokenizer.save_pretrained(output)
             return output
-        state = _merged(weights, lora, base, stored)
+        state = _merged(weights, lora, base, stored)  # of the adapter as it was trained, rounded once
     elif adapter:
         raise ValueError(f"'{checkpoint}' was trained without LoRA: leave --adapter out")
+    state = {name: x.to(stored) for name, x in state.items()}
     if SCALAR_HEAD in state and not set_padding(config, tokenizer):
         rank_zero_warn(
             "no special token is left to pad with: transformers will score one sequence at a time and refuse batches"

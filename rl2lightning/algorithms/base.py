@@ -24,7 +24,7 @@ from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.attention import move
 from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
 from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
-from rl2lightning.models.lora_files import plain_config, write_config
+from rl2lightning.models.lora_files import plain_config, scaling, write_config
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.seeding import run_seed
@@ -218,12 +218,25 @@ class PostTrainingModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}
+        checkpoint["adapter_scaling"] = self._adapter_scaling()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("nonfinite_steps", {})  # not in those of version 0.1.0
         for name, trained in self.trained.items():  # fewer than were saved where nothing is to be learned
             if name in states:
                 trained.guard.load_state_dict(states[name])
+        stored = checkpoint.get("adapter_scaling", {})
+        for name, factor in self._adapter_scaling().items():
+            if stored.get(name, factor) != factor:
+                raise ValueError(
+                    f"the adapters of '{name}' counted {stored[name]:g}-fold in the checkpoint and would {factor:g}-fold"
+                    " now: resume with the lora.rank, lora.alpha and lora.rslora it was made with"
+                )
+
+    def _adapter_scaling(self) -> dict[str, float]:
+        """What the adapters of each model that learns are multiplied by."""
+        models = {name: trained.model.adapters for name, trained in self.trained.items()}
+        return {name: scaling(plain_config(x.config)) for name, x in models.items() if x is not None}
 
     # ---- optimizers
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -183,7 +183,8 @@ def add_adapters(lm: PreTrainedModel, lora: LoRAConfig, dtype: torch.dtype, *, b
         outputs, inputs = layer.base_layer.weight.shape  # of a matrix that is cut, all of it
         layer.lora_A[NAME] = nn.Linear(inputs, config.r, bias=False, device="meta", dtype=dtype)
         layer.lora_B[NAME] = nn.Linear(config.r, outputs, bias=False, device="meta", dtype=dtype)
-    copies = {name: _copied(lm, name, dtype) for name in _whole_modules(lm, [n for n in in_full if n != "score"])}
+    in_full = _whole_modules(lm, [name for name in in_full if name != "score"], layers)
+    copies = {name: _copied(lm, name, dtype) for name in in_full}
     if scalar:
         lm.get_parameter(SCALAR_HEAD).requires_grad_()
         lm.score.to(dtype)  # type: ignore[union-attr]
@@ -240,8 +241,8 @@ def _targets(lm: PreTrainedModel, names: Literal["all-linear"] | list[str]) -> l
     return targets
 
 
-def _whole_modules(lm: PreTrainedModel, names: list[str]) -> list[str]:
-    """Full names of the modules to be trained whole."""
+def _whole_modules(lm: PreTrainedModel, names: list[str], layers: Collection[str]) -> list[str]:
+    """Full names of the modules to be trained whole, beside those of the matrices with adapters."""
     found: list[str] = []
     tied = [lm.get_input_embeddings(), lm.get_output_embeddings()] if is_tied(lm) else []
     for wanted in names:
@@ -256,7 +257,15 @@ def _whole_modules(lm: PreTrainedModel, names: list[str]) -> list[str]:
                 )
             if any(isinstance(p, DTensor) for p in module.parameters()):
                 raise ValueError("lora.modules_to_save does not go with tensor parallelism: set strategy.tensor to 1")
-        found += named
+        found += [name for name in named if name not in found]
+    for name in found:
+        inside = [other for other in (*layers, *found) if other.startswith(f"{name}.")]
+        if inside or name in layers:
+            other = inside[0] if inside else name
+            raise ValueError(
+                f"lora.modules_to_save names '{name}', and '{other}' learns already: take that out of "
+                "lora.target_modules (of 'all-linear' by naming the others) or of lora.modules_to_save"
+            )
     return found
 
 

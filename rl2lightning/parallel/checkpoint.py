@@ -199,6 +199,14 @@ def _check_names(weights: dict[str, Any], path: Path) -> None:
                 f"'{name}' has the shape {list(theirs)} in checkpoint '{path}' and {list(ours.shape)} in this model: "
                 "set model.init_args.model to the model it was made with"
             )
+    models = {name[: name.index(".lm.")] for name in weights if ".lm." in name}
+    ours = {f"state_dict.{name}" for name in weights}
+    prefixes = tuple(f"state_dict.{model}.lm." for model in models)
+    if left := sorted(name for name in stored if name.startswith(prefixes) and name not in ours):
+        raise ValueError(
+            f"checkpoint '{path}' holds {len(left)} weights that this model has no place for, such as "
+            f"'{left[0].removeprefix('state_dict.')}': resume with the settings of the model it was made with"
+        )
 
 
 def model_names(path: Path) -> list[str]:

@@ -199,6 +199,14 @@ def test_both_exports_have_the_logits_of_the_policy(run: Run, tiny_model: str, t
             export(checkpoint, str(tmp_path / name))
 
 
+def test_an_export_in_bfloat16_is_what_an_engine_was_pushed(run: Run, tmp_path: Path) -> None:
+    stored = load_file(export(str(run.root / "step=4.ckpt"), str(tmp_path / "merged")) / "model.safetensors")
+    assert run.module.policy is not None
+    pushed = dict(merged_weights(run.module.policy, torch.bfloat16))
+    assert pushed.keys() == stored.keys()
+    assert all(torch.equal(x, stored[name]) for name, x in pushed.items())
+
+
 def test_a_model_that_has_moved_is_named_to_export(run: Run, tiny_model: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "moved.ckpt"
     checkpoint.mkdir()
@@ -362,6 +370,23 @@ def test_compiled_blocks_switch_their_adapters_too(run: Run, tiny_model: str, ta
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha": 3.0}, r"'policy' counted 1\.5-fold in the checkpoint and would 0\.75-fold now"),
+        ({"target_modules": ["q_proj"]}, r"holds 24 weights that this model has no place for, such as 'policy\.lm\."),
+        ({"rank": 3}, r"has the shape \[4, \d+\] in checkpoint"),
+    ],
+)
+def test_other_adapters_than_the_checkpoints_are_refused(
+    run: Run, changes: dict[str, Any], message: str, tiny_model: str, task: str, tmp_path: Path
+) -> None:
+    lora = dataclasses.replace(LORA, dropout=0.1, **changes)  # another dropout is fine
+    module, data, rollouts = grpo(tiny_model, task, **{**SETTINGS, "lora": lora})
+    with pytest.raises(ValueError, match=message):
+        fit(module, data, tmp_path, rollouts, steps=5, ckpt_path=run.root / "step=4.ckpt")
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"rank": 0}, r"lora\.rank=0 must be at least 1"),
@@ -383,6 +408,12 @@ def test_numbers_without_meaning_are_refused(settings: dict[str, Any], message: 
         ({"target_modules": "all"}, "neither 'all-linear' nor a list"),
         ({"modules_to_save": ["lm_haed"]}, "'lm_haed', which is no module"),
         ({"modules_to_save": ["embed_tokens"]}, "tied to another layer's"),
+        ({"modules_to_save": ["mlp"]}, r"'model\.layers\.0\.mlp', and 'model\.layers\.0\.mlp\.\w+' learns already"),
+        ({"modules_to_save": ["q_proj"]}, r"names '(\S+q_proj)', and '\1' learns already"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["mlp", "gate_proj"]},
+            r"0\.mlp', and '\S+0\.mlp\.gate_proj' learns already",
+        ),
         ({"path": "/nowhere/adapter"}, "'/nowhere/adapter' is no directory with adapter_config.json"),
     ],
 )
