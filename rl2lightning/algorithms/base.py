@@ -229,8 +229,8 @@ class PostTrainingModule(L.LightningModule):
         for name, factor in self._adapter_scaling().items():
             if stored.get(name, factor) != factor:
                 raise ValueError(
-                    f"the adapters of '{name}' counted {stored[name]:g}-fold in the checkpoint and would {factor:g}-fold"
-                    " now: resume with the lora.rank, lora.alpha and lora.rslora it was made with"
+                    f"adapters of '{name}' counted {stored[name]:g}-fold in the checkpoint, {factor:g}-fold here: "
+                    "resume with the lora.rank, lora.alpha and lora.rslora it was made with"
                 )
 
     def _adapter_scaling(self) -> dict[str, float]:
