@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class PolicyGradient(PostTrainingModule):
     shares they cut it (`mini_batches`), and whether anything else than the policy learns.
 
     Args:
-        sampling: how rollouts are sampled; the loss scores at its temperature.
+        sampling: how rollouts are sampled; the loss scores at its temperature. Without `eval_sampling`, validation
+            takes its limit, stops and form, too, and the likeliest tokens.
         samples_per_prompt: group size.
         advantage: turns rewards into advantages.
         policy_loss: turns log-probs and advantages into the loss of each token.
@@ -64,7 +66,8 @@ class PolicyGradient(PostTrainingModule):
         reference_every: int | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs["eval_sampling"] = kwargs.get("eval_sampling") or SamplingParams(sampling.max_tokens, temperature=0.0)
+        greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)  # turns end as in training
+        kwargs["eval_sampling"] = kwargs.get("eval_sampling") or greedy
         super().__init__(*args, **kwargs)
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt={samples_per_prompt} must be at least 1")

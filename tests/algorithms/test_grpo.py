@@ -55,6 +55,9 @@ def test_defaults_that_depend_on_other_settings() -> None:
     assert module.loss_length == 77
     assert module.eval_sampling == SamplingParams(max_tokens=77, temperature=0.0)
     assert GRPO("some/model", loss_length=5).loss_length == 5
+    ends = {"max_tokens": 77, "stop": ("</answer>",), "stop_token_ids": (5,)}
+    module = GRPO("some/model", sampling=SamplingParams(**ends, top_p=0.9))
+    assert module.eval_sampling == SamplingParams(**ends, temperature=0.0)  # a turn ends where it does in training
 
 
 # ---- the KL, by hand
