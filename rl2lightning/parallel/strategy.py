@@ -199,6 +199,9 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
     def offloaded(self) -> Iterator[None]:
         """Makes room for an engine: what the setting `offload` names is in host memory inside."""
         tensors: list[Tensor] = []
+        if self.cpu_offload:  # all of it is there already, in page-locked storages that cannot be resized
+            yield
+            return
         if self.offload != "none":
             tensors += optimizer_tensors(_unwrap(o) for o in self.optimizers)
         if self.offload == "all":

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rl2lightning import FSDP2TPStrategy
 from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
 
 
@@ -37,3 +38,14 @@ def test_the_moments_are_what_an_optimizer_has_to_move() -> None:
     state = optimizer.state[weight]
     tensors = list(optimizer_tensors([optimizer]))
     assert {id(x) for x in tensors} == {id(state["exp_avg"]), id(state["exp_avg_sq"])}
+
+
+@pytest.mark.parametrize(("cpu_offload", "inside"), [(False, 0), (True, 24)])
+def test_what_is_in_host_memory_anyway_is_left_there(cpu_offload: bool, inside: int) -> None:
+    strategy = FSDP2TPStrategy(offload="all", cpu_offload=cpu_offload)
+    strategy.model = torch.nn.Linear(3, 2, bias=False)
+    storage = strategy.model.weight.untyped_storage()
+    with strategy.offloaded():
+        size = storage.nbytes()
+    assert size == inside
+    assert storage.nbytes() == 24
