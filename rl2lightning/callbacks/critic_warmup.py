@@ -11,11 +11,12 @@ class CriticWarmup(L.Callback):
     """Trains PPO's critic alone for the first optimizer steps of a run, on rollouts of the policy as it is.
 
     The policy's steps change nothing then, but they count: towards `max_steps` and along its learning-rate schedule,
-    whose own warm-up should therefore last longer than this one. Which steps these are follows from `global_step`, so
-    that a resumed run goes on where it was.
+    whose own warm-up should therefore last longer than this one. A rollout that begins within these steps belongs to
+    the critic to its end: its advantages are over values from before the critic has learned. All of this follows from
+    `global_step`, so that a resumed run goes on where it was.
 
     Args:
-        num_steps: optimizer steps that belong to the critic.
+        num_steps: optimizer steps that belong to the critic, rounded up to whole rollouts.
         target: what it learns. monte_carlo: the return to the end of each trajectory, by plain regression: value
             pre-training. bootstrapped: what it goes on with afterwards, the returns of `advantage`, clipped.
     """
@@ -31,7 +32,8 @@ class CriticWarmup(L.Callback):
             raise ValueError(f"{type(pl_module).__name__} has no critic to warm up: take CriticWarmup out, or use PPO")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        pl_module.critic_warmup = self.target if trainer.global_step < self.num_steps else None
+        start_of_rollout = trainer.global_step - batch.step_of_rollout
+        pl_module.critic_warmup = self.target if start_of_rollout < self.num_steps else None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         pl_module.critic_warmup = None  # of another fit another callback decides

@@ -468,10 +468,11 @@ def test_a_warm_up_moves_the_critic_alone(tiny_model: str, task: str, tmp_path: 
         tiny_model, task, tmp_path, steps=5, mini_batches=2, callbacks=(CriticWarmup(3, target),)
     )
     assert torch.equal(watch.policies[0], watch.start)
-    assert watch.moved("policies") == [False, False, True, True]
+    # the second rollout begins within the warm-up, and so belongs to it as a whole
+    assert watch.moved("policies") == [False, False, False, True]
     assert all(watch.moved("critics"))
     assert trainer.global_step == 5
-    assert [metrics["train/policy_rests"] for metrics in watch.metrics] == [1, 1, 1, 0, 0]
+    assert [metrics["train/policy_rests"] for metrics in watch.metrics] == [1, 1, 1, 1, 0]
     assert module.num_tokens_in_step > 0
     assert module.critic_warmup is None
 
