@@ -296,12 +296,20 @@ def _room_for(rank: int) -> int:
     return fitting[0]
 
 
+def place_for(num_bytes: int, memory: Path = Path("/dev/shm")) -> Path | None:
+    """Where this node's processes can put so many bytes each: in memory, or None for temporary files.
+
+    Containers often have 64 MiB there.
+    """
+    needed = 2 * num_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free >= needed else None
+
+
 class Adapter:
-    """The one adapter that all requests use; vLLM reads it from files, here in memory where the system has such."""
+    """The one adapter that all requests use; vLLM reads it from files, here in memory where the system has room."""
 
     def __init__(self) -> None:
-        memory = Path("/dev/shm")
-        self.directory = Path(tempfile.mkdtemp(prefix="rl2lightning-adapter-", dir=memory if memory.is_dir() else None))
+        self.directory: Path | None = None  # from the first one on
         self.request: Any = None  # a vllm LoRARequest
 
     def load(self, llm: LLM, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -310,6 +318,9 @@ class Adapter:
         from vllm.lora.request import LoRARequest
 
         state = {name: weight.contiguous().cpu() for name, weight in weights}
+        if self.directory is None:
+            place = place_for(sum(weight.nbytes for weight in state.values()))
+            self.directory = Path(tempfile.mkdtemp(prefix="rl2lightning-adapter-", dir=place))
         save_file(state, self.directory / "adapter_model.safetensors", metadata={"format": "pt"})
         (self.directory / "adapter_config.json").write_text(json.dumps(config))
         engine = llm.llm_engine
@@ -321,7 +332,8 @@ class Adapter:
         _forget_prefixes(llm)  # it knows them by the adapter's name, which stays
 
     def remove_files(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _forget_prefixes(llm: LLM) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +74,14 @@ def test_a_model_that_vllm_has_no_kernel_for_gets_the_embedded_engine_and_is_tol
     assert why.startswith("rollouts by the embedded engine: vLLM on the CPU has kernels for attention heads of 32, 64,")
     assert why.endswith("this model's have 8")
     assert type(default_engine("cpu", large)[0]) is type(default_engine("cuda", small)[0]) is VLLMEngine
+
+
+def test_adapters_are_kept_in_memory_where_there_is_room_for_those_of_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    room = shutil.disk_usage(tmp_path)._replace(free=800)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    assert vllm_backend.place_for(100, tmp_path) == tmp_path
+    assert vllm_backend.place_for(101, tmp_path) is None
+    assert vllm_backend.place_for(1, tmp_path / "missing") is None
