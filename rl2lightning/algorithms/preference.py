@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -113,7 +114,9 @@ class PreferenceModule(PostTrainingModule):
         means = {} if seqs is None else self.measure(seqs)
         for name, mean in means.items():
             if name not in self._held_out:
-                self._held_out[name] = MeanMetric(sync_on_compute=False).to(mean.device)  # what it is given is global
+                # what it is given is global; NaN stays NaN, and is not left out ("disable" would forget the weights)
+                metric = MeanMetric(nan_strategy=math.nan, sync_on_compute=False)
+                self._held_out[name] = metric.to(mean.device)
             assert seqs is not None
             self._held_out[name].update(mean, weight=self.weight_of(name, seqs))
         self._num_dropped += num_dropped

@@ -142,6 +142,15 @@ def test_the_first_loss_is_one_half_and_a_step_of_one_kind_logs_only_that(tiny_m
     assert not {"train/undesirable_reward", "train/margin"} & set(metrics)
 
 
+def test_a_held_out_batch_without_a_finite_loss_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, losses = KTO("some/model"), iter([torch.tensor(torch.nan), torch.tensor(0.5)])
+    monkeypatch.setattr(module, "gather", lambda batch: (cases.labelled([4, 5]), 0))
+    monkeypatch.setattr(module, "measure", lambda seqs: {"loss": next(losses)})
+    for _ in range(2):
+        module._evaluate(cases.ChatBatch(None, []))
+    assert module._held_out["loss"].compute().isnan()
+
+
 # ---- data modules
 
 
