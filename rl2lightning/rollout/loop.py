@@ -20,7 +20,7 @@ from rl2lightning.environments.base import Environment
 from rl2lightning.rewards.base import OnRewardError, Reward, RewardTransform, WeightedSum
 from rl2lightning.rollout.engine import RolloutEngine
 from rl2lightning.rollout.episode import Episodes, Job, Rollout, RolloutResult
-from rl2lightning.rollout.partial import Carried, PartialRollouts, check_rows, whole_groups
+from rl2lightning.rollout.partial import Carried, PartialRollouts, check_messages, check_rows, whole_groups
 from rl2lightning.rollout.scheduler import Scheduler
 from rl2lightning.types import Message, Row, SamplingParams, Trajectory
 
@@ -154,6 +154,7 @@ class RolloutLoop:
         if partial is not None or carried:
             waited = [c.copy() for c in carried if c.ended]
             result.trajectories, result.carried = whole_groups([*waited, *played])
+            check_messages(result.carried)
         self._combine(result.trajectories)
         result.num_truncated = sum(trajectory.truncated for trajectory in result.trajectories)
         result.seconds = time.perf_counter() - begin

@@ -88,6 +88,19 @@ def check_rows(rows: Iterable[Row]) -> None:
                 )
 
 
+def check_messages(carried: Iterable[Carried]) -> None:
+    """The same of what an environment has said or put into a row."""
+    for c in carried:
+        check_rows([c.trajectory.row])
+        for message in c.trajectory.messages:
+            for name, value in message.items():
+                if not _plain(value):
+                    raise ValueError(
+                        f"'{name}' of a message of the environment is a {type(value).__name__}, which checkpoints "
+                        "cannot hold: with partial rollouts messages need plain fields"
+                    )
+
+
 def _plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_plain(x) for pair in value.items() for x in pair)

@@ -204,6 +204,17 @@ def test_a_row_that_no_checkpoint_could_hold_is_refused_by_the_name_of_its_colum
     assert len(loop.run([job], SAMPLING, 7).trajectories) == 1
 
 
+def test_a_message_that_no_checkpoint_could_hold_is_refused(engine, tokenizer):
+    class Dated(Environment):
+        def step(self, messages, row):
+            return StepResult([{"role": "tool", "content": "ok", "day": date(2026, 1, 1)}])
+
+    loop = RolloutLoop(engine, tokenizer, environment=Dated(), max_turns=3)
+    with pytest.raises(ValueError, match="'day' of a message of the environment is a date"):
+        loop.run(jobs(), SAMPLING, 7, partial=PartialRollouts(tokens=11))
+    assert len(loop.run(jobs(), SAMPLING, 7).trajectories) == 12
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
