@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,10 @@ from rl2lightning.models.packed import PACKED_ATTENTION, register_packed_attenti
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+# transformers patches its classes while it loads a model: two threads at a time would leave them patched, and rewards
+# are asked for from threads
+_LOADING = threading.Lock()
 
 
 def set_padding(config: PretrainedConfig, tokenizer: Any) -> bool:
@@ -55,9 +60,10 @@ def load_scalar_model(path: str, device: torch.device, dtype: torch.dtype) -> Sc
 
     directory = resolve_model(path)
     register_packed_attention()
-    lm, found = AutoModelForSequenceClassification.from_pretrained(
-        directory, dtype=dtype, attn_implementation=PACKED_ATTENTION, output_loading_info=True
-    )
+    with _LOADING:
+        lm, found = AutoModelForSequenceClassification.from_pretrained(
+            directory, dtype=dtype, attn_implementation=PACKED_ATTENTION, output_loading_info=True
+        )
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"'{path}' is no reward model: it has no '{missing[0]}'; name a directory that `export` wrote")
     parameters = dict(lm.named_parameters())

@@ -68,7 +68,7 @@ class Rollout:
     partial: PartialRollouts | None
     result: RolloutResult = field(default_factory=RolloutResult)
     prompts: dict[int, tuple[list[Message], list[int]]] = field(default_factory=dict)  # group -> messages, tokens
-    num_ended: int = 0
+    num_ended: int = 0  # episodes whose last turn is over, be they scored yet or not
 
     def may_be_cut(self, state: Carried) -> bool:
         return self.partial is not None and self.version - state.began < self.partial.max_age
@@ -76,12 +76,6 @@ class Rollout:
     def budget(self, state: Carried) -> int | None:
         """Most tokens that a trajectory gets in this rollout; None: as many as it likes."""
         return self.partial.tokens if self.partial is not None and self.may_be_cut(state) else None
-
-    def counted(self, episode: Episode) -> Episode:
-        """The episode, which counts once it is over."""
-        state = yield from episode
-        self.num_ended += state is None or state.ended
-        return state
 
 
 class Episodes:
@@ -114,6 +108,7 @@ class Episodes:
             except Exception as error:
                 self._environment_failed("reset", error, job.row, rollout.result)
                 rollout.result.num_dropped += 1
+                rollout.num_ended += 1
                 return None
         trajectory = self._begin(job, messages, rollout.prompts)
         return (yield from self.go_on(Carried(trajectory, rollout.version), rollout))
@@ -132,6 +127,7 @@ class Episodes:
             if not completion.token_ids:
                 if turn == 0:
                     result.num_prompts_too_long += 1
+                    rollout.num_ended += 1
                     return None
                 trajectory.truncated = True  # the context is full
                 break
@@ -155,6 +151,7 @@ class Episodes:
             except ValueError as error:  # the template refuses it, or it holds our placeholder
                 self._environment_failed("reply", error, row, result)
                 break
+        rollout.num_ended += 1  # already: how long rewards take is not to decide what is cut off
         return (yield from self._score(state, result))
 
     def _turn(

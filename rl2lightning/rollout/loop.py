@@ -139,7 +139,7 @@ class RolloutLoop:
         result = rollout.result
         left = [c.copy() for c in carried if not c.ended]
         new = [self._episodes.play(job, rollout) for job in jobs]
-        episodes = [rollout.counted(episode) for episode in (*(self._episodes.go_on(c, rollout) for c in left), *new)]
+        episodes = [*(self._episodes.go_on(c, rollout) for c in left), *new]
 
         def tick(finished: int) -> None:
             if progress is not None:

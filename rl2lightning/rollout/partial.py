@@ -20,6 +20,7 @@ class PartialRollouts:
 
     Args:
         share: an engine ends its rollout once this share of the trajectories that it plays has ended; null: never.
+            Where environments or tools answer, how long they take has a say in what that cuts off.
         tokens: most tokens that a trajectory gets in one rollout; null: as many as it likes. With this alone, results
             do not depend on the number of processes, nor on the time that tools take.
         max_age: a trajectory that began so many optimizer steps ago, or more, is not cut off any more.

@@ -78,7 +78,7 @@ def test_a_reward_model_learns_the_same_from_pairs_on_any_mesh(outcomes: dict, m
     for step in (0, 1):
         for name in ("loss", "grad_norm", "accuracy", "margin", "chosen_reward", "rejected_reward"):
             expected = reference["steps"][step][f"train/{name}"]
-            assert ours["steps"][step][f"train/{name}"] == pytest.approx(expected, rel=2e-5, abs=1e-6), name
+            assert ours["steps"][step][f"train/{name}"] == pytest.approx(expected, rel=5e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ def trajectories() -> list[Trajectory]:
     return [Trajectory(row={}, group_id=i, messages=messages) for i, messages in enumerate(conversations)]
 
 
-def plain_scores(directory: str, rendered: list[list[int]]) -> list[float]:
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+def plain_scores(directory: str, rendered: list[list[int]], model: Any = None) -> list[float]:
+    if model is None:
+        model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         return [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in rendered]
 
@@ -138,11 +139,13 @@ def test_bare_contents_end_with_the_end_of_sequence(directory: str) -> None:
 def served(directory: str) -> Callable[[Any, Any], tuple[int, Any]]:
     """A server that answers as vLLM's /classify does, of token ids and of messages."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
+    # here and not in the server's threads: two that load at a time leave transformers' classes patched
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
 
     def answer(payload: Any, headers: Any) -> tuple[int, Any]:
         given = payload.get("input") or tokenizer.apply_chat_template(payload["messages"], return_dict=False)
         assert all(isinstance(i, int) for i in given)
-        return 200, {"object": "list", "data": [{"index": 0, "probs": plain_scores(directory, [given])}]}
+        return 200, {"object": "list", "data": [{"index": 0, "probs": plain_scores(directory, [given], model)}]}
 
     return answer
 
