@@ -11,7 +11,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -369,6 +369,20 @@ class PostTrainingModule(L.LightningModule):
         counted = self.counted_tokens(seqs)
         weights = loss_weights(counted, seqs.sequence_ids, len(seqs), level=level, constant_length=length)
         return seqs.replace(weights=weights, sequence_weights=torch.full((len(seqs),), 1 / max(1, len(seqs))))
+
+    def report_lost(self, seqs: Sequences | None, num_dropped: int, *, nothing_left: str) -> None:
+        """Logs how many samples of a step of data were dropped and cut off, and warns where none is left.
+
+        Args:
+            seqs: what is left of the whole step.
+            num_dropped: samples of all processes that are not.
+            nothing_left: the warning.
+        """
+        self.log("train/dropped_samples", float(num_dropped), batch_size=1)
+        if seqs is not None and seqs.truncated is not None:
+            self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
+        if seqs is None:
+            rank_zero_warn(nothing_left)
 
     def counted_tokens(self, seqs: Sequences) -> Tensor:
         """[N] bool: the tokens that a loss per token is averaged over."""

@@ -73,14 +73,12 @@ class PreferenceModule(PostTrainingModule):
     def training_sequences(self, batch: ChatBatch) -> Sequences | None:
         """`gather` for training: with what was lost on the way logged."""
         seqs, num_dropped = self.gather(batch)
-        self.log("train/dropped_samples", float(num_dropped), batch_size=1)
-        if seqs is not None and seqs.truncated is not None:
-            self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
-        if seqs is None:
-            rank_zero_warn(
-                "every sample of this step was dropped, as empty, the same twice or cut off by data.max_length: "
-                "nothing was learned"
-            )
+        self.report_lost(
+            seqs,
+            num_dropped,
+            nothing_left="every sample of this step was dropped, as empty, the same twice or cut off by "
+            "data.max_length: nothing was learned",
+        )
         return seqs
 
     # ---- validation and test

@@ -63,14 +63,12 @@ class RM(PostTrainingModule):
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> None:
         seqs, num_dropped = self.pairs_of(batch)
-        self.log("train/dropped_samples", float(num_dropped), batch_size=1)
-        if seqs is not None and seqs.truncated is not None:
-            self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
-        if seqs is None:
-            rank_zero_warn(
-                "every pair of this step was dropped, as empty, the same in both halves or cut off by data.max_length: "
-                "nothing was learned"
-            )
+        self.report_lost(
+            seqs,
+            num_dropped,
+            nothing_left="every pair of this step was dropped, as empty, the same in both halves or cut off by "
+            "data.max_length: nothing was learned",
+        )
         self.update(seqs, self.loss)
 
     def pairs_of(self, batch: ChatBatch) -> tuple[Sequences | None, int]:

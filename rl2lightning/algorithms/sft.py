@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -34,13 +33,12 @@ class SFT(PostTrainingModule):
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> None:
         seqs = self._gather(batch)
-        self.log("train/dropped_samples", float(sum(self.strategy.gather_objects(batch.num_dropped))), batch_size=1)
-        if seqs is not None and seqs.truncated is not None:
-            self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
-        if seqs is None:
-            rank_zero_warn(
-                "every sample of this step lost its trained part to data.max_length: nothing was learned; raise it"
-            )
+        self.report_lost(
+            seqs,
+            sum(self.strategy.gather_objects(batch.num_dropped)),
+            nothing_left="every sample of this step lost its trained part to data.max_length: nothing was learned; "
+            "raise it",
+        )
         self.update(seqs, self.loss, level=self.loss_level)
 
     def _gather(self, batch: ChatBatch) -> Sequences | None:
