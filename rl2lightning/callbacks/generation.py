@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from rl2lightning.rollout.engine import RolloutEngine
@@ -15,11 +16,52 @@ from rl2lightning.rollout.partial import Carried
 from rl2lightning.types import RolloutError
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why an engine's share was not played."""
 
     message: str
+
+    @staticmethod
+    def of(error: Exception) -> Failure:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return Failure(f"{kind}{error}")
+
+
+def gather(outcome: T | Failure, error: Exception | None = None) -> list[T]:
+    """The outcomes of all processes of the run, on each of them.
+
+    Raises:
+        RolloutError: one of them is a failure; on all processes, and where it happened caused by `error`.
+    """
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, outcome)
+    if failure := next((x for x in everywhere if isinstance(x, Failure)), None):
+        raise RolloutError(failure.message) from error
+    return everywhere
+
+
+def succeed_together(fn: Callable[[], None]) -> None:
+    """Runs fn on every process of the run.
+
+    Nobody waits for more than a number in host memory. Where fn runs collectives, a process that fails has to have
+    taken part in all of them.
+
+    Raises:
+        RolloutError: fn raised on one of them; on all processes.
+    """
+    error: Exception | None = None
+    try:
+        fn()
+    except Exception as raised:
+        error = raised
+    failed = torch.tensor(int(error is not None))
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failed:
+        gather(None if error is None else Failure.of(error), error)
 
 
 class Generators:
@@ -72,13 +114,9 @@ class Generators:
         try:
             outcome: Any = self.engine.together(lambda: run(share, ours))
         except Exception as raised:
-            kind = "" if isinstance(raised, ValueError) else f"{type(raised).__name__}: "
-            error, outcome = raised, Failure(f"{kind}{raised}")
-        everywhere: list[Any] = [None] * dist.get_world_size()
+            error, outcome = raised, Failure.of(raised)
         left = outcome.carried if isinstance(outcome, RolloutResult) else []
-        dist.all_gather_object(everywhere, outcome if isinstance(outcome, Failure) else left)
-        if failure := next((x for x in everywhere if isinstance(x, Failure)), None):
-            raise RolloutError(failure.message) from error
+        everywhere: list[list[Carried]] = gather(outcome if isinstance(outcome, Failure) else left, error)
         if isinstance(outcome, RolloutResult):
             outcome.carried = []  # all processes have them
         result = self.result(self._gather(outcome)[:: self.engine.tensor], jobs, carried)

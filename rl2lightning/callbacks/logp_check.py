@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
+from rl2lightning.callbacks.generation import Failure, gather
 from rl2lightning.rollout.engine import RolloutEngine, derive_seed
 from rl2lightning.types import Completion, RolloutError, SamplingParams, Sequences, Trajectory
 
@@ -21,14 +21,20 @@ def probe(engine: RolloutEngine, trajectories: list[Trajectory]) -> Sequences | 
 
     Returns:
         those of all engines, on every process; None where there is no prompt.
+
+    Raises:
+        RolloutError: an engine failed; on all processes of the run.
     """
     prompts = [t.token_ids[: t.action_mask.index(True)] for t in trajectories if t.num_actions]
     prompts = list(dict.fromkeys(map(tuple, prompts)))[:_NUM_PROMPTS]
     sampling = SamplingParams(max_tokens=_NUM_TOKENS)
     seeds = [derive_seed("probe", i) for i in range(len(prompts))]
-    completions = engine.together(lambda: engine.generate(prompts, sampling, seeds)) or []
-    everywhere: list[list[Completion]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, completions)
+    error: Exception | None = None
+    try:
+        outcome: Any = engine.together(lambda: engine.generate(prompts, sampling, seeds)) or []
+    except Exception as raised:
+        error, outcome = raised, Failure.of(raised)
+    everywhere: list[list[Completion]] = gather(outcome, error)
     found = [c for part in everywhere for c in part if c.token_ids]
     if not found:
         return None

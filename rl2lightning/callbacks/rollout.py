@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from rl2lightning.callbacks import logp_check
-from rl2lightning.callbacks.generation import Generators
+from rl2lightning.callbacks.generation import Generators, succeed_together
 from rl2lightning.callbacks.progress import StepProgressBar
 from rl2lightning.callbacks.rollout_metrics import RolloutMetrics
 from rl2lightning.data.chat import load_tokenizer, stop_token_ids
@@ -215,7 +215,7 @@ class RolloutCallback(L.Callback):
     def _awake(self) -> Iterator[None]:
         """The engine's part of the device, as long as it generates."""
         with self._strategy.offloaded():
-            self.engine.wake()
+            succeed_together(self.engine.wake)
             yield
             self.engine.sleep()
 
@@ -238,13 +238,16 @@ class RolloutCallback(L.Callback):
 
     # ---- training
 
+    def _push(self, trainer: L.Trainer, pl_module: Any) -> None:
+        succeed_together(lambda: self.push(trainer, pl_module))
+
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not isinstance(batch, PromptBatch) or not batch.first_of_rollout:
             return
         metrics = RolloutMetrics(self.success_threshold)
         carried = self._carried
         try:
-            self.push(trainer, pl_module)
+            self._push(trainer, pl_module)
             with self._awake():
                 trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
                 while self._carried and not self._anywhere(trajectories):  # nothing to learn from yet
@@ -271,7 +274,7 @@ class RolloutCallback(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._note_position(trainer)
         if isinstance(batch, PromptBatch) and self.push_when == "every_step":
-            self.push(trainer, pl_module)
+            self._push(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._note_position(trainer)
@@ -345,7 +348,7 @@ class RolloutCallback(L.Callback):
     def _evaluate(self, trainer: L.Trainer, pl_module: Any, batch: Any) -> None:
         if not isinstance(batch, (PromptBatch, ChatBatch)):
             return
-        self.push(trainer, pl_module)
+        self._push(trainer, pl_module)
         rank, size = pl_module.strategy.data_rank, pl_module.strategy.data_size
         indices = batch.indices if isinstance(batch, PromptBatch) else [rank + size * i for i in range(len(batch.rows))]
         jobs = [Job(row, group_id=i, sample_id=0) for row, i in zip(batch.rows, indices, strict=True)]

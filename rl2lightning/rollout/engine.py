@@ -128,6 +128,8 @@ class RolloutEngine(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights by a stream of (Hugging Face name, full tensor); tied weights may come under any name.
 
+        The stream is read to its end even where that fails (`weight_stream.read_to_end`): other processes wait for it.
+
         Raises:
             ValueError: a name that the model lacks, a weight that did not come, a wrong shape. `version` stays None
                 until a complete push.

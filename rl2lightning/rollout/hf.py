@@ -12,6 +12,7 @@ from torch import Tensor
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, longest_sequence
 from rl2lightning.rollout.rows import Request, Rows
 from rl2lightning.rollout.stops import stop_watch
+from rl2lightning.rollout.weight_stream import read_to_end
 from rl2lightning.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -94,8 +95,11 @@ class HFEngine(RolloutEngine):
         self._model = self.running_on = None
         self.version = None
 
-    @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with read_to_end(weights) as stream, torch.no_grad():
+            self._copy(stream, version)
+
+    def _copy(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         model = self._started()
         self._refuse_running("update_weights")
         self.version = None

@@ -15,7 +15,7 @@ from rl2lightning.rollout import vllm_backend as backend
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, derive_seed, longest_sequence
 from rl2lightning.rollout.lockstep import Lockstep
 from rl2lightning.rollout.stops import StopWatch, stop_watch
-from rl2lightning.rollout.weight_stream import ExpectedWeights
+from rl2lightning.rollout.weight_stream import ExpectedWeights, read_to_end
 from rl2lightning.types import Completion, SamplingParams
 
 _CPU_CACHE = 256 << 20
@@ -210,13 +210,14 @@ class VLLMEngine(RolloutEngine):
                 self._default_group.revert()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        llm = self._started()
-        self._refuse_running("update_weights")
-        self.version = None
-        if not self._weights_awake:
-            self._wake("weights")
-        backend.reload_weights(llm, self._expected.checked(weights), self._device)
-        self.version = version
+        with read_to_end(weights) as stream:
+            llm = self._started()
+            self._refuse_running("update_weights")
+            self.version = None
+            if not self._weights_awake:
+                self._wake("weights")
+            backend.reload_weights(llm, self._expected.checked(stream), self._device)
+            self.version = version
 
     def update_adapter(
         self,
@@ -225,16 +226,17 @@ class VLLMEngine(RolloutEngine):
         weights: Iterable[tuple[str, Tensor]],
         version: int,
     ) -> None:
-        llm = self._started()
-        self._refuse_running("update_adapter")
-        self.version = None
-        if not self._has_base:
-            self.update_weights(base, version)
-            self.version, self._has_base = None, True
-        if self._adapter is None:
-            self._adapter = backend.Adapter()
-        self._adapter.load(llm, config, weights)
-        self.version = version
+        with read_to_end(weights) as stream:
+            llm = self._started()
+            self._refuse_running("update_adapter")
+            self.version = None
+            if not self._has_base:
+                self.update_weights(base, version)
+                self.version, self._has_base = None, True
+            if self._adapter is None:
+                self._adapter = backend.Adapter()
+            self._adapter.load(llm, config, stream)
+            self.version = version
 
     def _started(self) -> Any:
         if self._llm is None:

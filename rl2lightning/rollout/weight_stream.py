@@ -1,8 +1,9 @@
-"""Checks a stream of weights against the model it is meant for, while it passes."""
+"""What engines do with a stream of weights besides loading it: check it, and read it to its end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,18 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+@contextmanager
+def read_to_end(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Inside, an error is raised once the stream has passed: gathering it may take every process, failed or not."""
+    stream = iter(weights)
+    try:
+        yield stream
+    except Exception:
+        for _ in stream:
+            pass
+        raise
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl2lightning.rollout.weight_stream import ExpectedWeights
+from rl2lightning.rollout.weight_stream import ExpectedWeights, read_to_end
 
 
 @pytest.fixture
@@ -42,3 +42,18 @@ def test_building_the_expectation_draws_no_random_numbers(model):
     before = torch.get_rng_state()
     ExpectedWeights.of(model.config)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_is_raised_once_the_stream_has_passed():
+    passed = []
+
+    def stream():
+        for i in range(4):
+            passed.append(i)
+            yield f"{i}", torch.zeros(())
+
+    with pytest.raises(ValueError, match="at 1"), read_to_end(stream()) as weights:
+        for name, _ in weights:
+            if name == "1":
+                raise ValueError("at 1")
+    assert passed == [0, 1, 2, 3]

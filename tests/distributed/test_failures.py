@@ -1,0 +1,34 @@
+"""What fails on one process ends the run on all of them, at once and with its cause."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    run_on: Callable[..., None], tiny_model: str, task: str, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, list]]:
+    """How each fit ended, by process."""
+    out = tmp_path_factory.mktemp("outcomes")
+    run_on(2, Path(__file__).with_name("failure_cases.py"), tiny_model, task, out)
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "steps"),
+    [
+        ("first push", "pushed weight '", 0),
+        ("second push", "pushed weight '", 1),
+        ("wake", "MemoryError: no room for the cache", 0),
+        ("probe", "OSError: the device fell off", 0),
+        ("none", "", 2),
+    ],
+)
+def test_an_engine_that_fails_on_one_process_ends_the_run_on_all(outcomes, failure, message, steps) -> None:
+    assert outcomes[0][failure] == outcomes[1][failure]
+    said, after = outcomes[0][failure]
+    assert said.startswith(message)
+    assert after == steps
