@@ -15,7 +15,6 @@ from rl2lightning.rollout.loop import Job, RolloutResult
 from rl2lightning.rollout.partial import Carried
 from rl2lightning.types import RolloutError
 
-
 T = TypeVar("T")
 
 
