@@ -76,6 +76,12 @@ def pairs():
     return [{"messages": asked, "chosen": answer, "rejected": str(int(answer) + 1)} for asked, answer in rows]
 
 
+def labelled():
+    kinds = ["chosen", "rejected", "rejected"] * len(PROBLEMS)
+    rows = zip(pairs(), kinds)
+    return [{"messages": r["messages"], "completion": r[kind], "label": kind == "chosen"} for r, kind in rows]
+
+
 def reward_fn(messages, answer):
     # share of even characters: varied among the samples of a model that knows nothing yet
     text = messages[-1]["content"]
@@ -85,7 +91,7 @@ def reward_fn(messages, answer):
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python file with 64 additions as prompts, conversations and pairs, and a reward that any model can earn."""
+    """A Python file with 64 additions as prompts, conversations, pairs and labels, and a reward any model can earn."""
     path = tmp_path_factory.mktemp("task") / "task.py"
     path.write_text(TASK)
     return str(path)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -23,18 +23,24 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rl2lightning import (
+    DPO,
     GRPO,
+    KTO,
     PPO,
+    RM,
     SFT,
     ChatDataModule,
     FSDP2TPStrategy,
     LoRAConfig,
     OptimizerConfig,
+    PreferenceDataModule,
     PromptDataModule,
     RolloutCallback,
     RolloutEngine,
     SamplingParams,
+    UnpairedDataModule,
 )
+from rl2lightning.models.lora import merged_weights
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import Completion
@@ -113,12 +119,28 @@ class Record(L.Callback):
         self.validations.append((trainer.global_step, values))
 
     def on_train_end(self, trainer, pl_module) -> None:
-        self.weights = {name: x.clone() for name, x in pl_module.policy_weights()}
+        trained = {name: trained.model for name, trained in pl_module.trained.items()}  # PPO's critic as well
+        self.weights = {f"{m}.{name}": x.clone() for m, model in trained.items() for name, x in merged_weights(model)}
 
 
 def sft(model: str, task: str, *, num_workers: int = 0, lora: LoRAConfig | None = None):
     data = ChatDataModule(f"conversations@{task}", batch_size=16, max_length=32, num_workers=num_workers)
     return SFT(model, optimizer=OPTIMIZER, max_tokens_per_device=60, lora=lora), data, []
+
+
+def rm(model: str, task: str):
+    data = PreferenceDataModule(f"pairs@{task}", batch_size=16, max_length=32)
+    return RM(model, optimizer=OPTIMIZER, max_tokens_per_device=120), data, []
+
+
+def dpo(model: str, task: str, *, reference: Literal["precomputed", "live"]):
+    data = PreferenceDataModule(f"pairs@{task}", batch_size=16, max_length=32)
+    return DPO(model, optimizer=OPTIMIZER, reference=reference, max_tokens_per_device=120), data, []
+
+
+def kto(model: str, task: str):
+    data = UnpairedDataModule(f"labelled@{task}", batch_size=16, max_length=32)
+    return KTO(model, optimizer=OPTIMIZER, max_tokens_per_device=60), data, []
 
 
 def grpo(model: str, task: str, *, engine: RolloutEngine | None = None):
@@ -159,6 +181,11 @@ CASES = {
     "sft": (sft, {}),
     "sft_in_background": (partial(sft, num_workers=2), {"async_checkpoints": True}),
     "sft_adapters": (partial(sft, lora=LoRAConfig(rank=4)), {}),
+    "rm": (rm, {}),
+    "dpo_precomputed": (partial(dpo, reference="precomputed"), {}),
+    "dpo_live_tensor": (partial(dpo, reference="live"), {"tensor": 2}),
+    "kto": (kto, {}),
+    "kto_context": (kto, {"context": 2}),
     "grpo": (grpo, {}),
     "grpo_in_background": (grpo, {"async_checkpoints": True}),
     "ppo": (ppo, {}),

@@ -16,6 +16,11 @@ STEPS = {
     "sft": [2, 5, 6],
     "sft_in_background": [5],
     "sft_adapters": [5],
+    "rm": [5],
+    "dpo_precomputed": [5],
+    "dpo_live_tensor": [5],
+    "kto": [5],
+    "kto_context": [5],
     "grpo": [3, 4, 5],
     "grpo_in_background": [5],
     "ppo": [3],  # four updates per rollout, of which the last is to come
