@@ -14,22 +14,20 @@ from rl2lightning.data.sources import Rows, Source
 from rl2lightning.types import ChatBatch, PromptBatch, Row
 
 
-class ChatDataModule(RowDataModule):
-    """Conversations to imitate: rows `{"messages": [...]}` that end with an assistant turn, or prompts and responses.
+class AnswerDataModule(RowDataModule):
+    """Rows that hold what is learned from: what data modules of conversations, pairs and labelled answers share.
 
-    Yields `ChatBatch`, one per optimizer step; its rows hold the prompt (the conversation without its last turn) and
-    the other columns, such as `answer`. A column `tools` (a list or its JSON) goes to the chat template.
+    Yields `ChatBatch`, one per optimizer step. What is empty or cut off by `max_length`, so that nothing is left to
+    train on, is dropped and counted in `ChatBatch.num_dropped`.
 
     Args:
         path: see `RowDataModule`, as for the arguments that are not listed here.
-        batch_size: conversations of one optimizer step, over all ranks.
-        max_length: tokens after which a sequence is cut. One that then has nothing left to train on is dropped and
-            counted in `ChatBatch.num_dropped`.
-        train_on: `assistant` every assistant turn, `last` the final one only, `all` every token.
+        batch_size: rows (conversations, pairs, answers) of one optimizer step, over all ranks.
+        max_length: tokens after which a sequence, of a pair each half, is cut. What then has nothing left to train on
+            is dropped and counted.
         apply_chat_template: False concatenates the contents, for base models.
-        messages_key: column of the conversation.
-        prompt_key: column of the prompt, a string or messages, of rows that have no conversation but two texts.
-        response_key: column of the response to it.
+        messages_key: column of the conversation; where answers have columns of their own, of the prompt, messages or a
+            string.
         drop_last: leave out the incomplete last batch of a pass.
     """
 
@@ -38,141 +36,122 @@ class ChatDataModule(RowDataModule):
         path: str | Source | list[str | Source],
         batch_size: int = 32,
         max_length: int = 2048,
-        train_on: TrainOn = "assistant",
         apply_chat_template: bool = True,
         messages_key: str = "messages",
-        prompt_key: str | None = None,
-        response_key: str | None = None,
         drop_last: bool = True,
         **kwargs: Any,
     ) -> None:
         self.batch_size = batch_size
         super().__init__(path, **kwargs)
-        if (prompt_key is None) != (response_key is None):
-            raise ValueError(f"set both data.prompt_key={prompt_key!r} and data.response_key={response_key!r}, or none")
         _check_max_length(max_length)
-        self.train_on: TrainOn = train_on
         self.max_length, self.apply_chat_template = max_length, apply_chat_template
-        self.messages_key, self.prompt_key, self.response_key = messages_key, prompt_key, response_key
-        self.drop_last = drop_last
+        self.messages_key, self.drop_last = messages_key, drop_last
 
-    def make_encoder(self) -> ChatEncoder:
-        return ChatEncoder(
-            self.load_tokenizer(),
-            max_length=self.max_length,
-            train_on=self.train_on,
-            apply_chat_template=self.apply_chat_template,
-            messages_key=self.messages_key,
-            prompt_key=self.prompt_key,
-            response_key=self.response_key,
-        )
+    def encoder_settings(self) -> dict[str, Any]:
+        """What every encoder of answers is given."""
+        return {
+            "tokenizer": self.load_tokenizer(),
+            "max_length": self.max_length,
+            "apply_chat_template": self.apply_chat_template,
+            "messages_key": self.messages_key,
+        }
 
     def train_dataloader(self) -> StepLoader[ChatBatch]:
         return self._training_steps(drop_last=self.drop_last)
 
 
-class PreferenceDataModule(RowDataModule):
+class ChatDataModule(AnswerDataModule):
+    """Conversations to imitate: rows `{"messages": [...]}` that end with an assistant turn, or prompts and responses.
+
+    The rows of a `ChatBatch` hold the prompt (the conversation without its last turn) and the other columns, such as
+    `answer`. A column `tools` (a list or its JSON) goes to the chat template.
+
+    Args:
+        train_on: `assistant` every assistant turn, `last` the final one only, `all` every token.
+        prompt_key: column of the prompt, a string or messages, of rows that have no conversation but two texts.
+        response_key: column of the response to it.
+        **kwargs: see `AnswerDataModule` and `RowDataModule`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        train_on: TrainOn = "assistant",
+        prompt_key: str | None = None,
+        response_key: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if (prompt_key is None) != (response_key is None):
+            raise ValueError(f"set both data.prompt_key={prompt_key!r} and data.response_key={response_key!r}, or none")
+        self.train_on: TrainOn = train_on
+        self.prompt_key, self.response_key = prompt_key, response_key
+
+    def make_encoder(self) -> ChatEncoder:
+        return ChatEncoder(
+            **self.encoder_settings(),
+            train_on=self.train_on,
+            prompt_key=self.prompt_key,
+            response_key=self.response_key,
+        )
+
+
+class PreferenceDataModule(AnswerDataModule):
     """Pairs of a better and a worse answer: a prompt in `messages`, the answers in `chosen` and `rejected`.
 
     An answer is a string, the messages that follow the prompt, or the whole conversation; without a prompt column the
     turns in which two whole conversations agree are the prompt.
 
-    Yields `ChatBatch` whose sequences are chosen, rejected, chosen, rejected …: the two of a pair share a group id,
-    `labels` is True for chosen, `margins` is set where any row has one and NaN for the others. Pairs that are alike, or
-    empty, or cut off by `max_length` are dropped and counted.
+    The sequences of a `ChatBatch` are chosen, rejected, chosen, rejected …: the two of a pair share a group id,
+    `labels` is True for chosen, `margins` is set where any row has one and NaN for the others. Pairs that are alike are
+    dropped and counted, too.
 
     Args:
-        path: see `RowDataModule`, as for the arguments that are not listed here.
-        batch_size: pairs of one optimizer step, over all ranks.
-        max_length: tokens after which each half of a pair is cut.
-        apply_chat_template: False concatenates the contents, for base models.
-        messages_key: column of the prompt, messages or a string.
         chosen_key: column of the better answer.
         rejected_key: column of the worse answer.
         margin_key: column of how much better it is, a number; rows may lack it.
-        drop_last: leave out the incomplete last batch of a pass.
+        **kwargs: see `AnswerDataModule` and `RowDataModule`.
     """
 
     def __init__(
         self,
-        path: str | Source | list[str | Source],
-        batch_size: int = 32,
-        max_length: int = 2048,
-        apply_chat_template: bool = True,
-        messages_key: str = "messages",
+        *args: Any,
         chosen_key: str = "chosen",
         rejected_key: str = "rejected",
         margin_key: str = "margin",
-        drop_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.batch_size = batch_size
-        super().__init__(path, **kwargs)
-        _check_max_length(max_length)
-        self.max_length, self.apply_chat_template, self.drop_last = max_length, apply_chat_template, drop_last
-        self.messages_key, self.margin_key = messages_key, margin_key
-        self.chosen_key, self.rejected_key = chosen_key, rejected_key
+        super().__init__(*args, **kwargs)
+        self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
 
     def make_encoder(self) -> PreferenceEncoder:
         return PreferenceEncoder(
-            self.load_tokenizer(),
-            max_length=self.max_length,
-            apply_chat_template=self.apply_chat_template,
-            messages_key=self.messages_key,
+            **self.encoder_settings(),
             chosen_key=self.chosen_key,
             rejected_key=self.rejected_key,
             margin_key=self.margin_key,
         )
 
-    def train_dataloader(self) -> StepLoader[ChatBatch]:
-        return self._training_steps(drop_last=self.drop_last)
 
-
-class UnpairedDataModule(RowDataModule):
+class UnpairedDataModule(AnswerDataModule):
     """Answers that are desirable or not: a prompt in `messages`, one answer in `completion`, true or false in `label`.
 
-    An answer is a string, the messages that follow the prompt, or the whole conversation. Yields `ChatBatch` with one
-    sequence for each, `labels` True for desirable. Answers that are empty or cut off by `max_length` are dropped and
-    counted. Pairs need not be taken apart: for KTO, PreferenceDataModule makes two such samples of each.
+    An answer is a string, the messages that follow the prompt, or the whole conversation. A `ChatBatch` has one
+    sequence for each, `labels` True for desirable. Pairs need not be taken apart: for KTO, PreferenceDataModule makes
+    two such samples of each.
 
     Args:
-        path: see `RowDataModule`, as for the arguments that are not listed here.
-        batch_size: answers of one optimizer step, over all ranks.
-        max_length: tokens after which a sequence is cut.
-        apply_chat_template: False concatenates the contents, for base models.
-        messages_key: column of the prompt, messages or a string.
         completion_key: column of the answer.
         label_key: column that says whether it is desirable.
-        drop_last: leave out the incomplete last batch of a pass.
+        **kwargs: see `AnswerDataModule` and `RowDataModule`.
     """
 
-    def __init__(
-        self,
-        path: str | Source | list[str | Source],
-        batch_size: int = 32,
-        max_length: int = 2048,
-        apply_chat_template: bool = True,
-        messages_key: str = "messages",
-        completion_key: str = "completion",
-        label_key: str = "label",
-        drop_last: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.batch_size = batch_size
-        super().__init__(path, **kwargs)
-        _check_max_length(max_length)
-        self.max_length, self.apply_chat_template, self.drop_last = max_length, apply_chat_template, drop_last
-        self.messages_key, self.completion_key, self.label_key = messages_key, completion_key, label_key
+    def __init__(self, *args: Any, completion_key: str = "completion", label_key: str = "label", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.completion_key, self.label_key = completion_key, label_key
 
     def make_encoder(self) -> UnpairedEncoder:
-        return UnpairedEncoder(
-            self.load_tokenizer(),
-            max_length=self.max_length,
-            apply_chat_template=self.apply_chat_template,
-            messages_key=self.messages_key,
-            completion_key=self.completion_key,
-            label_key=self.label_key,
-        )
+        return UnpairedEncoder(**self.encoder_settings(), completion_key=self.completion_key, label_key=self.label_key)
 
     def setup(self, stage: str) -> None:
         fresh = self.encoder is None
@@ -184,9 +163,6 @@ class UnpairedDataModule(RowDataModule):
                 f"{self.label_key!r} is {str(first).lower()} in all {len(self.train_split)} training rows of "
                 f"{self.path!r}, and both kinds are needed; data.label_key names the column"
             )
-
-    def train_dataloader(self) -> StepLoader[ChatBatch]:
-        return self._training_steps(drop_last=self.drop_last)
 
 
 class PromptDataModule(RowDataModule):
