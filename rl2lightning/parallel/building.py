@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,7 +32,7 @@ from rl2lightning.parallel.tensor import apply_tensor_parallel
 from rl2lightning.parallel.tensor_adapters import cut_adapters
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound=PackedModel)
 
@@ -76,15 +77,12 @@ class ModelBuilding:
             lora: adapters, which learn in the place of the weights.
             name: what files of the adapters call the model; None: the directory.
         """
-        config = load_config(directory)
-        lm = build_causal_lm(config, self._type_of_weights(trainable, lora))
-        lm.requires_grad_(trainable)
-        policy = Policy(lm)
-        self._shard(policy, trainable=trainable, lora=lora, name=name or directory)
+        config, name = load_config(directory), name or directory
+        policy = self._sharded(Policy, build_causal_lm, config, trainable=trainable, lora=lora, name=name)
         if random_init:
-            init_weights(lm, config, seed)
+            init_weights(policy.lm, config, seed)
         else:
-            load_weights(lm, directory, parameters=policy.adapters and policy.adapters.frozen())
+            load_weights(policy.lm, directory, parameters=policy.adapters and policy.adapters.frozen())
         return self._started(policy, lora, seed)
 
     def build_scalar_model(
@@ -101,11 +99,9 @@ class ModelBuilding:
 
         With adapters the head learns, too.
         """
-        config = load_config(directory)
-        lm = build_scalar_lm(config, self._type_of_weights(trainable, lora))
-        lm.requires_grad_(trainable)
-        model = ScalarModel(lm)
-        self._shard(model, trainable=trainable, lora=lora, name=name or directory)
+        config, name = load_config(directory), name or directory
+        model = self._sharded(ScalarModel, build_scalar_lm, config, trainable=trainable, lora=lora, name=name)
+        lm = model.lm
         if random_init:
             init_weights(lm, config, seed)
         else:
@@ -118,9 +114,6 @@ class ModelBuilding:
                 rank_zero_info(f"'{directory}' has no scalar head: a new one is drawn with seed {seed}")
         return self._started(model, lora, seed)
 
-    def _type_of_weights(self, trainable: bool, lora: LoRAConfig | None) -> torch.dtype:
-        return precision.parameter_dtype(self.precision_plugin, trainable=trainable and lora is None)
-
     def _started(self, model: M, lora: LoRAConfig | None, seed: int) -> M:
         """A model whose frozen weights are there, with first values of its adapters.
 
@@ -131,9 +124,20 @@ class ModelBuilding:
         model.train()
         return model
 
-    def _shard(self, model: PackedModel, *, trainable: bool, lora: LoRAConfig | None, name: str) -> None:
-        """Spreads a model on meta over the mesh and gives it memory."""
-        lm: PreTrainedModel = model.lm
+    def _sharded(
+        self,
+        kind: type[M],
+        build: Callable[[PretrainedConfig, torch.dtype], PreTrainedModel],
+        config: PretrainedConfig,
+        *,
+        trainable: bool,
+        lora: LoRAConfig | None,
+        name: str,
+    ) -> M:
+        """A model spread over the mesh, with memory of its own but nothing in it yet."""
+        lm = build(config, precision.parameter_dtype(self.precision_plugin, trainable=trainable and lora is None))
+        lm.requires_grad_(trainable)
+        model = kind(lm)
         apply_tensor_parallel(lm, self.meshes.tensor, sequence_parallel=self.tensor_sequence)
         blocks = decoder_blocks(lm)
         if lora is not None:
@@ -159,3 +163,4 @@ class ModelBuilding:
             fsdp(module, [], mp_policy=MixedPrecisionPolicy())
         fsdp(model, blocks, mp_policy=precision.mixed_precision_policy(self.precision_plugin))
         materialize(lm, torch.device("cpu") if self.cpu_offload else self.root_device, buffers=self.root_device)
+        return model
