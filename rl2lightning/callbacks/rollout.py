@@ -253,7 +253,7 @@ class RolloutCallback(L.Callback):
                 while self._carried and not self._anywhere(trajectories):  # nothing to learn from yet
                     trajectories = self.collect(trainer, pl_module, [], [], metrics)
                 if self.dynamic_sampling:
-                    trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics)
+                    trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics, carried)
                 probe = self._probe(trajectories)
             self._compare(pl_module, probe)
         except RolloutError:
@@ -311,28 +311,37 @@ class RolloutCallback(L.Callback):
         batch: PromptBatch,
         trajectories: list[Trajectory],
         metrics: RolloutMetrics,
+        carried: list[Carried],
     ) -> list[Trajectory]:
-        """Replaces groups that teach nothing by new prompts; all processes draw together, from one stream."""
+        """Replaces groups that teach nothing by new prompts; all processes draw together, from one stream.
+
+        Groups that partial rollouts have cut off since `carried` are not replaced: their turn comes.
+        """
         strategy = trainer.strategy
         wanted = sum(strategy.gather_objects(len(batch.rows)))  # type: ignore[attr-defined]
         kept = self._filter(trajectories, metrics)
+
+        def count() -> tuple[int, int]:
+            found = sum(strategy.gather_objects(_num_groups(kept)))  # type: ignore[attr-defined]
+            return found, wanted - found - (_num_in_flight(self._carried) - _num_in_flight(carried))
+
         for _ in range(self.max_refills):
-            missing = wanted - sum(strategy.gather_objects(_num_groups(kept)))  # type: ignore[attr-defined]
-            if missing <= 0:  # of partial rollouts more groups may have become complete
+            found, missing = count()
+            if missing <= 0 and (found or not self._carried):
                 break
-            rows, indices = trainer.datamodule.draw(missing)  # type: ignore[attr-defined]
+            rows, indices = trainer.datamodule.draw(max(0, missing))  # type: ignore[attr-defined]
             mine = torch.arange(len(rows)).tensor_split(strategy.data_size)[strategy.data_rank].tolist()  # type: ignore[attr-defined]
             more = self.collect(trainer, pl_module, [rows[i] for i in mine], [indices[i] for i in mine], metrics)
             kept += self._filter(more, metrics)
-        found = sum(strategy.gather_objects(_num_groups(kept)))  # type: ignore[attr-defined]
+        found, missing = count()
         if found == 0:
             rank_zero_info(
                 f"every group of {wanted} prompts and {self.max_refills} refills had equal rewards: nothing is left to "
                 "learn (or nothing can be reached), and the run ends here"
             )
             trainer.should_stop = True
-        elif found < wanted:
-            rank_zero_warn(f"dynamic sampling found {found} of {wanted} groups in {self.max_refills} refills")
+        elif missing > 0:
+            rank_zero_warn(f"dynamic sampling found {found} of {found + missing} groups in {self.max_refills} refills")
         return kept
 
     def _filter(self, trajectories: list[Trajectory], metrics: RolloutMetrics) -> list[Trajectory]:
@@ -426,3 +435,7 @@ def trajectory_record(t: Trajectory) -> dict[str, Any]:
 
 def _num_groups(trajectories: list[Trajectory]) -> int:
     return len({t.group_id for t in trajectories})
+
+
+def _num_in_flight(carried: list[Carried]) -> int:
+    return _num_groups([c.trajectory for c in carried])

@@ -155,7 +155,26 @@ def test_refills_go_on_with_what_was_cut_off(fit) -> None:
     log, _ = fit(rollouts=rollouts, max_steps=3)
     learned = Counter((t.group_id, t.sample_id) for batch in log.trajectories for t in batch)
     assert set(learned.values()) == {1}
-    assert all(len(batch) >= 16 and len(batch) % 4 == 0 for batch in log.trajectories)
+    assert all(batch and len(batch) % 4 == 0 for batch in log.trajectories)
+
+
+def test_refills_replace_what_is_filtered_and_not_what_is_in_flight(fit) -> None:
+    filtered: set[int] = set()
+
+    class ThreeOfFour(RolloutCallback):
+        def keep(self, group: list[Trajectory]) -> bool:
+            filtered.update(t.group_id for t in group if t.group_id % 4 == 3)
+            return group[0].group_id % 4 != 3
+
+    rollouts = ThreeOfFour(HFEngine(), rewards=[digits], partial=TOKENS, dynamic_sampling=True)
+    log, _ = fit(rollouts=rollouts, max_steps=6)
+    learned = {t.group_id for batch in log.trajectories for t in batch}
+    in_flight = {c.trajectory.group_id for c in rollouts._carried}
+    assert filtered
+    assert in_flight
+    # four a step, neither more nor fewer, of which some have yet to come to their end
+    assert len(learned) + len(in_flight) == 6 * 4
+    assert learned | in_flight | filtered == set(range(6 * 4 + len(filtered)))
 
 
 def test_validation_plays_everything_to_its_end_and_leaves_what_is_carried_alone(fit) -> None:
