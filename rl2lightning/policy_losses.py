@@ -24,11 +24,6 @@ class PolicyLoss(ABC):
     Without `seqs.old_logps` the update is on-policy: old = logps.detach().
     """
 
-    @property
-    def needs_old_logps(self) -> bool:
-        """Whether a second update on the same rollout needs the log-probs from before the first."""
-        return True
-
     def __call__(self, logps: Tensor, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [N] and diagnostics [N] without gradient, all unreduced and 0 off actions."""
         advantages = require(seqs, "advantages", self)
@@ -119,11 +114,7 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class Reinforce(PolicyLoss):
-    """-A log pi: no ratio, for one update per rollout."""
-
-    @property
-    def needs_old_logps(self) -> bool:
-        return False
+    """-A log pi: for one update per rollout; with several, the ratio is measured and not corrected."""
 
     def terms(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences
@@ -136,7 +127,10 @@ class Reinforce(PolicyLoss):
 
 @dataclass(frozen=True)
 class MismatchCorrection:
-    """Weights the policy term (not KL, not entropy) by old / rollout probabilities, since engine and trainer differ.
+    """Weights the policy term by old / rollout probabilities, since engine and trainer differ.
+
+    KL and entropy in the loss are left alone. KL in the reward or the advantage is a part of what the policy term
+    maximises, and an expectation over the engine's samples like the rest of the reward, so it is weighted with it.
 
     Args:
         level: a ratio per `token`, or per `sequence`: exp of the mean over its actions.

@@ -165,16 +165,11 @@ class PolicyGradient(PostTrainingModule):
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.trainer.global_step)
         return experience.select(torch.randperm(len(experience), generator=generator))
 
-    @property
-    def compares_updates(self) -> bool:
-        """Whether later updates on a rollout need to know the policy from before the first."""
-        return self.policy_loss.needs_old_logps or self.mismatch is not None
-
     def score_rollout(self, seqs: Sequences) -> Sequences:
         """Adds the log-probs that are needed and no others, and the KL term to the rewards if that is its place."""
         assert self.policy is not None
-        several = self.updates_per_rollout > 1 and self.compares_updates
-        if several or self.kl.needs_old_logps or self.advantage.needs_old_logps:
+        # of several updates, the later ones are compared with the policy from before the first
+        if self.updates_per_rollout > 1 or self.kl.needs_old_logps or self.advantage.needs_old_logps:
             seqs = seqs.replace(old_logps=self.score(self.policy, seqs))
         if self.reference is not None:
             seqs = seqs.replace(ref_logps=self.score(self.reference, seqs))

@@ -93,10 +93,6 @@ class PPO(PolicyGradient):
 
     # ---- a rollout, scored once
 
-    @property
-    def compares_updates(self) -> bool:
-        return super().compares_updates or self.kl_limit.target is not None
-
     def score_rollout(self, seqs: Sequences) -> Sequences:
         assert self.critic is not None
         return super().score_rollout(seqs).replace(values=self.score(self.critic, seqs))

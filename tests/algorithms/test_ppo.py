@@ -451,7 +451,6 @@ def test_beyond_the_limit_the_policy_rests_and_the_critic_goes_on(tiny_model: st
 
 
 def test_a_limit_holds_for_a_loss_without_a_ratio(tiny_model: str, task: str, tmp_path: Path) -> None:
-    """It has no use for old log-probs, but the KL has."""
     watch, _, _ = fit(tiny_model, task, tmp_path, steps=3, epochs=3, target_kl=1e-5, policy_loss=Reinforce())
     assert [metrics["train/policy_rests"] for metrics in watch.metrics] == [0, 0, 1]
 
