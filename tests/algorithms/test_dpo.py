@@ -89,6 +89,18 @@ LOSSES: dict[str, tuple[PreferenceLoss, Callable]] = {
 }
 
 
+PINNED = {  # loss and gradient norm of the step below
+    "sigmoid": (1.219413, 9.474881),
+    "rpo": (3.775678, 10.43686),
+    "length_normalised": (2.582417, 16.99137),
+    "robust": (1.436153, 13.98946),
+    "hinge": (1.216740, 4.820529),
+    "ipo": (5.478139, 46.65238),
+    "simpo": (2.448876, 15.24438),
+    "orpo": (5.704710, 7.306047),
+}
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_has_the_loss_and_the_gradients_of_plain_models(tiny_model: str, name: str) -> None:
     loss, plain = LOSSES[name]
@@ -106,6 +118,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_plain_models(tiny_model: str, 
         assert float((outcome["gradients"][n] - g).abs().max() / g.abs().max()) < 1e-5, n
     norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
     assert float(outcome["metrics"]["train/grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert (float(expected.detach()), norm) == pytest.approx(PINNED[name], rel=1e-3)
 
 
 def test_what_is_logged_are_the_means_over_pairs_and_chosen_tokens(tiny_model: str) -> None:

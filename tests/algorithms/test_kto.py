@@ -117,6 +117,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_plain_models(tiny_model: str, 
         assert float((outcome["gradients"][name] - p.grad).abs().max() / p.grad.abs().max()) < 1e-5, name
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert (metrics["train/loss"], metrics["train/grad_norm"]) == pytest.approx((0.5603186, 2.167593), rel=1e-3)
     rewards = 0.3 * (sums.detach() - ref)
     expected = {
         "kl": z,
