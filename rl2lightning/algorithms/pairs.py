@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from rl2lightning.types import Sequences
 
@@ -48,40 +46,3 @@ def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 def on_both_halves(x: Tensor) -> Tensor:
     """One number per pair [P] as [2P]: each half carries its pair's loss, at half a pair's weight."""
     return x.repeat_interleave(2)
-
-
-class PairMetrics(Metric):
-    """Accuracy, margin and loss of held-out pairs, and mean and standard deviation of all their rewards.
-
-    What it is given is the same on every process, so it synchronises nothing.
-    """
-
-    full_state_update = False
-    num_pairs: Tensor
-    sums: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(sync_on_compute=False)
-        self.add_state("num_pairs", torch.zeros((), dtype=torch.long))
-        self.add_state("sums", torch.zeros(5, dtype=torch.float64))  # in the order of `update`
-
-    def update(self, rewards: Tensor, losses: Tensor) -> None:
-        """rewards: [2P], of chosen and rejected halves in turn; losses: [P]."""
-        rewards = rewards.double()  # so that the squares of rewards far from 0 still tell their spread
-        chosen, rejected = split_pairs(rewards)
-        parts = (chosen > rejected, losses, chosen, rejected, rewards.square())
-        self.num_pairs += len(chosen)
-        self.sums += torch.stack([x.sum(dtype=torch.float64) for x in parts]).to(self.sums.device)
-
-    def compute(self) -> dict[str, Tensor]:
-        correct, loss, chosen, rejected, squares = self.sums / self.num_pairs
-        mean = (chosen + rejected) / 2
-        return {
-            "loss": loss,
-            "accuracy": correct,
-            "margin": chosen - rejected,
-            "chosen_reward": chosen,
-            "rejected_reward": rejected,
-            "reward_mean": mean,
-            "reward_std": (squares / 2 - mean.square()).clamp(min=0).sqrt(),
-        }

@@ -1,14 +1,14 @@
-"""What DPO and KTO share: the sequences of a step with what the reference says of them, and held-out means."""
+"""What RM, DPO and KTO share: the sequences of a step, what a reference says of them, and held-out means."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from rl2lightning.algorithms.base import PostTrainingModule
 from rl2lightning.models.policy import Policy
@@ -18,25 +18,28 @@ from rl2lightning.types import ChatBatch, Sequences
 class PreferenceModule(PostTrainingModule):
     """Base of the algorithms that learn from labelled answers, most of them beside a frozen reference.
 
-    A subclass writes `loss`, `check` and `keeps_reference`.
+    A subclass writes `loss`, `check` and `measure`, and says in `keeps_reference` whether there is a reference.
 
     Args:
         **kwargs: see `PostTrainingModule`.
     """
 
     checkpoint_exclude = ("reference",)  # it is found again in the model directory
+    shown: Collection[str] = ("loss", "margin")  # of what is held out, in the progress bar
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reference: Policy | None = None
-        self._held_out: dict[str, MeanMetric] = {}  # of the epoch that is being evaluated
+        # weighted sums of the epoch that is being evaluated, and their weights; the same on every process
+        self._held_out: dict[str, tuple[Tensor | float, int]] = {}
+        self._num_dropped = 0  # likewise
 
     # ---- the reference
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the reference is in memory all the time."""
-        raise NotImplementedError
+        """Whether a reference is in memory all the time."""
+        return False
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -62,13 +65,20 @@ class PreferenceModule(PostTrainingModule):
     def gather(self, batch: ChatBatch) -> tuple[Sequences | None, int]:
         """The sequences of the whole step and how many were dropped, the same on every process."""
         if not isinstance(batch, ChatBatch):
-            raise ValueError(f"{type(self).__name__} learns from answers that the data holds, not from prompts alone")
+            raise ValueError(
+                f"{type(self).__name__} learns from answers that the data holds, not from prompts alone: use "
+                "PreferenceDataModule"
+            )
         mine = batch.sequences
-        # margins say nothing here, and the rows of some processes may lack them
-        seqs = self.strategy.gather_sequences(None if mine is None else mine.replace(margins=None))
+        # before the gather: the rows of some processes may have margins, others none
+        seqs = self.strategy.gather_sequences(None if mine is None else mine.replace(margins=self.margins(mine)))
         if seqs is not None:
             self.check(seqs)
         return seqs, sum(self.strategy.gather_objects(batch.num_dropped))
+
+    def margins(self, seqs: Sequences) -> Tensor | None:
+        """[B] margins of this process's sequences, all of them or, where they say nothing, None."""
+        return None
 
     def training_sequences(self, batch: ChatBatch) -> Sequences | None:
         """`gather` for training: with what was lost on the way logged."""
@@ -96,7 +106,7 @@ class PreferenceModule(PostTrainingModule):
         self._log_held_out("test")
 
     def measure(self, seqs: Sequences) -> dict[str, Tensor]:
-        """Loss and diagnostics of held-out sequences."""
+        """Loss and diagnostics of held-out sequences, each a mean over what `weight_of` counts."""
         raise NotImplementedError
 
     def weight_of(self, name: str, seqs: Sequences) -> int:
@@ -111,22 +121,18 @@ class PreferenceModule(PostTrainingModule):
         seqs, num_dropped = self.gather(batch)
         means = {} if seqs is None else self.measure(seqs)
         for name, mean in means.items():
-            if name not in self._held_out:
-                # what it is given is global; NaN stays NaN, and is not left out ("disable" would forget the weights)
-                metric = MeanMetric(nan_strategy=math.nan, sync_on_compute=False)
-                self._held_out[name] = metric.to(mean.device)
             assert seqs is not None
-            self._held_out[name].update(mean, weight=self.weight_of(name, seqs))
+            weight, (total, weights) = self.weight_of(name, seqs), self._held_out.get(name, (0.0, 0))
+            self._held_out[name] = (total + weight * mean.to(self.device, torch.float64), weights + weight)
         self._num_dropped += num_dropped
 
-    _num_dropped = 0
-
     def _log_held_out(self, stage: str) -> None:
-        held_out, self._held_out = self._held_out, {}
+        means: dict[str, Any] = {name: total / weight for name, (total, weight) in self._held_out.items()}
+        self._held_out = {}
         self.log(f"{stage}/dropped_samples", float(self._num_dropped), batch_size=1, sync_dist=True)
         self._num_dropped = 0
-        if not held_out:
+        if not means:
             rank_zero_warn(f"every held-out sample was dropped: there is nothing to measure in {stage}")
-        for name, x in self.finish({name: mean.compute() for name, mean in held_out.items()}).items():
+        for name, x in self.finish(means).items():
             # global already; Lightning asks for `sync_dist` all the same
-            self.log(f"{stage}/{name}", x, prog_bar=name in ("loss", "margin"), batch_size=1, sync_dist=True)
+            self.log(f"{stage}/{name}", x.float(), prog_bar=name in self.shown, batch_size=1, sync_dist=True)

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torchmetrics import SumMetric
 
-from rl2lightning.algorithms.base import PostTrainingModule
-from rl2lightning.algorithms.pairs import PairMetrics, check_pairs, on_both_halves, pair_units, split_pairs
+from rl2lightning.algorithms.pairs import check_pairs, on_both_halves, pair_units, split_pairs
+from rl2lightning.algorithms.preference import PreferenceModule
 from rl2lightning.functional.losses import reward_model_loss
 from rl2lightning.models.attention import move
 from rl2lightning.models.heads import ScalarModel
 from rl2lightning.types import ChatBatch, Sequences
 
 
-class RM(PostTrainingModule):
+class RM(PreferenceModule):
     """Bradley-Terry reward model on pairs of a chosen and a rejected answer (Ouyang et al., 2022, arXiv:2203.02155).
 
     A causal LM gets a scalar head, without bias and without dropout, which is read at the last token of each half. The
@@ -32,6 +31,7 @@ class RM(PostTrainingModule):
     """
 
     predicts_completions = False
+    shown = ("loss", "accuracy")
 
     def __init__(self, *args: Any, margin: float = 0.0, centering: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,8 +39,6 @@ class RM(PostTrainingModule):
             raise ValueError(f"centering={centering} must not be negative: it would drive rewards apart")
         self.margin, self.centering = margin, centering
         self.reward_model: ScalarModel | None = None
-        self.held_out = PairMetrics()
-        self.held_out_dropped = SumMetric(sync_on_compute=False)  # what it is given is global already
         self._predictions: list[dict[str, Any]] = []
 
     def build_models(self) -> None:
@@ -61,32 +59,16 @@ class RM(PostTrainingModule):
 
     # ---- training
 
-    def training_step(self, batch: ChatBatch, batch_idx: int) -> None:
-        seqs, num_dropped = self.pairs_of(batch)
-        self.report_lost(
-            seqs,
-            num_dropped,
-            nothing_left="every pair of this step was dropped, as empty, the same in both halves or cut off by "
-            "data.max_length: nothing was learned",
-        )
-        self.update(seqs, self.loss)
+    def check(self, seqs: Sequences) -> None:
+        check_pairs(seqs)
 
-    def pairs_of(self, batch: ChatBatch) -> tuple[Sequences | None, int]:
-        """The pairs of the step, each with a margin, and how many were dropped: the same on every process."""
-        if not isinstance(batch, ChatBatch):
-            raise ValueError("RM learns from pairs of a chosen and a rejected answer: use PreferenceDataModule")
-        mine = batch.sequences
-        if mine is not None:  # filled in before the gather: the rows of some processes may have margins, others none
-            mine = mine.replace(margins=self._margins(mine))
-        seqs = self.strategy.gather_sequences(mine)
-        if seqs is not None:
-            check_pairs(seqs)
-        return seqs, sum(self.strategy.gather_objects(batch.num_dropped))
-
-    def _margins(self, seqs: Sequences) -> Tensor:
+    def margins(self, seqs: Sequences) -> Tensor:
         if seqs.margins is None:
             return torch.full((len(seqs),), self.margin)
         return seqs.margins.nan_to_num(nan=self.margin)  # of rows without one
+
+    def training_step(self, batch: ChatBatch, batch_idx: int) -> None:
+        self.update(self.training_sequences(batch), self.loss)
 
     def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Unreduced loss [B] of a micro-batch of pairs, on both halves of each, and what is logged of it."""
@@ -122,38 +104,29 @@ class RM(PostTrainingModule):
                     out[move(torch.tensor(indices), self.device)] = rewards
         return self.strategy.sum_over_data(out).cpu()  # every sequence was scored by one data rank
 
-    def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
+    def measure(self, seqs: Sequences) -> dict[str, Tensor]:
+        rewards = self.rewards(seqs)
+        losses, rewards = self.pair_loss(seqs, rewards), rewards.double()  # squares far from 0 still tell the spread
+        chosen, rejected = split_pairs(rewards)
+        measured = {
+            "loss": losses.double(),
+            "accuracy": (chosen > rejected).double(),
+            "margin": chosen - rejected,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+            "reward_mean": rewards,
+            "reward_std": rewards.square(),  # until `finish`
+        }
+        return {name: x.mean() for name, x in measured.items()}
 
-    def test_step(self, batch: ChatBatch, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_held_out("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._log_held_out("test")
-
-    def _evaluate(self, batch: ChatBatch, stage: str) -> None:
-        seqs, num_dropped = self.pairs_of(batch)
-        self.held_out_dropped.update(num_dropped)
-        self.log(f"{stage}/dropped_samples", self.held_out_dropped, batch_size=1)
-        if seqs is not None:
-            rewards = self.rewards(seqs)
-            self.held_out.update(rewards, self.pair_loss(seqs, rewards))
-
-    def _log_held_out(self, stage: str) -> None:
-        if not self.held_out.num_pairs:
-            rank_zero_warn(f"every held-out pair was dropped: there is nothing to measure in {stage}")
-            return
-        for name, x in self.held_out.compute().items():  # global already; Lightning asks for `sync_dist` all the same
-            shown = name in ("loss", "accuracy")
-            self.log(f"{stage}/{name}", x.float(), prog_bar=shown, batch_size=1, sync_dist=True)
-        self.held_out.reset()
+    def finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        if means:
+            means["reward_std"] = (means["reward_std"] - means["reward_mean"].square()).clamp(min=0).sqrt()
+        return means
 
     def predict_step(self, batch: ChatBatch, batch_idx: int) -> list[dict[str, Any]]:  # type: ignore[override]
         """Rewards of the held-out pairs; they are written to `scores.jsonl` of the run."""
-        seqs, _ = self.pairs_of(batch)
+        seqs, _ = self.gather(batch)
         if seqs is None:
             return []
         chosen, rejected = (x.tolist() for x in split_pairs(self.rewards(seqs)))

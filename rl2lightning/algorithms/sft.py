@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,8 @@ class SFT(PostTrainingModule):
         if loss_level == "constant":
             raise ValueError("loss_level='constant' has no meaning for SFT: use 'token' or 'sequence'")
         self.loss_level: LossLevel = loss_level
-        self.held_out_loss = MeanMetric(sync_on_compute=False)  # what it is given is global already
+        # what it is given is global already; NaN stays NaN, and is not left out
+        self.held_out_loss = MeanMetric(nan_strategy=math.nan, sync_on_compute=False)
 
     def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         logps, _ = self.logps(seqs)

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import lightning as L
@@ -104,6 +105,16 @@ def test_the_held_out_loss_is_the_mean_over_all_held_out_tokens(tiny_model: str,
         for size in (13, 5, 1)
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_a_held_out_batch_without_a_finite_loss_is_not_left_out(
+    tiny_model: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([torch.tensor(math.nan), torch.tensor(0.5)])
+    monkeypatch.setattr(SFT, "evaluate", lambda *args, **kwargs: {"loss": next(losses)})
+    data = data_for(task, val_ratio=0.125, val_batch_size=4)  # two batches
+    (metrics,) = trainer_for(tmp_path).validate(SFT(tiny_model), datamodule=data, verbose=False)
+    assert math.isnan(metrics["val/loss"])
 
 
 def test_a_constant_level_has_no_meaning_for_sft(tiny_model: str) -> None:

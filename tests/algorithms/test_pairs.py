@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl2lightning.algorithms.pairs import PairMetrics, check_pairs, on_both_halves, pair_units, split_pairs
+from rl2lightning.algorithms.pairs import check_pairs, on_both_halves, pair_units, split_pairs
 from rl2lightning.types import Sequences
 
 
@@ -43,24 +43,3 @@ def test_a_number_per_pair_stands_on_both_halves():
     assert chosen.tolist() == [1.0, 3.0]
     assert rejected.tolist() == [2.0, 5.0]
     assert on_both_halves(rejected - chosen).tolist() == [1.0, 1.0, 2.0, 2.0]
-
-
-def test_held_out_metrics_by_hand_over_batches_of_different_sizes():
-    metrics = PairMetrics()
-    metrics.update(torch.tensor([3.0, 1.0, 0.0, 4.0]), torch.tensor([0.5, 1.5]))  # pairs (3, 1) and (0, 4)
-    metrics.update(torch.tensor([9.0, 1.0]), torch.tensor([1.0]))
-    found = {name: float(x) for name, x in metrics.compute().items()}
-    assert found == pytest.approx(
-        {
-            "loss": 1.0,
-            "accuracy": 2 / 3,
-            "margin": 2.0,  # (2 - 4 + 8) / 3
-            "chosen_reward": 4.0,
-            "rejected_reward": 2.0,
-            "reward_mean": 3.0,
-            "reward_std": 3.0,  # deviations 0, -2, -3, 1, 6, -2: 54 / 6 squared
-        }
-    )
-    metrics.reset()
-    metrics.update(torch.tensor([1000.001, 1000.0]), torch.tensor([0.0]))  # far from 0, and hardly apart
-    assert float(metrics.compute()["reward_std"]) == pytest.approx(0.0005, rel=0.05)

@@ -148,8 +148,8 @@ def test_a_step_whose_pairs_were_all_dropped_changes_nothing_and_says_so(tiny_mo
     path = write_rows(tmp_path, [{"messages": "a", "chosen": "1", "rejected": "1"}] * 2)
     trainer, module = trainer_for(tmp_path), reward_model(tiny_model)
     with (
-        pytest.warns(UserWarning, match="every pair of this step was dropped"),
-        pytest.warns(UserWarning, match="every held-out pair was dropped"),
+        pytest.warns(UserWarning, match="every sample of this step was dropped"),
+        pytest.warns(UserWarning, match="every held-out sample was dropped"),
     ):
         trainer.fit(module, datamodule=PreferenceDataModule(path, batch_size=2, val_path=path))
     assert trainer.global_step == 1
@@ -196,6 +196,34 @@ def test_held_out_metrics_are_those_of_all_pairs_together(tiny_model: str, tmp_p
     assert [json.loads(line) for line in file.read_text().splitlines()] == records
 
 
+def held_out(monkeypatch: pytest.MonkeyPatch, *batches: list[float]) -> dict[str, float]:
+    """Means of an evaluation that gives these rewards, of chosen and rejected answers in turn."""
+    module, rewards = RM("some/model"), iter(batches)
+    monkeypatch.setattr(module, "gather", lambda batch: (cases.pairs([4] * batch.num_dropped), 0))
+    monkeypatch.setattr(module, "rewards", lambda seqs: torch.tensor(next(rewards)))
+    for batch in batches:
+        module._evaluate(ChatBatch(None, [], num_dropped=len(batch)))
+    means = {name: total / weight for name, (total, weight) in module._held_out.items()}
+    return {name: float(x) for name, x in module.finish(means).items()}
+
+
+def test_held_out_metrics_by_hand_over_batches_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RM, "pair_loss", lambda self, seqs, rewards: rewards[::2] / 4)
+    assert held_out(monkeypatch, [3.0, 1.0, 0.0, 4.0], [9.0, 1.0]) == pytest.approx(  # pairs (3, 1), (0, 4); (9, 1)
+        {
+            "loss": 1.0,
+            "accuracy": 2 / 3,
+            "margin": 2.0,  # (2 - 4 + 8) / 3
+            "chosen_reward": 4.0,
+            "rejected_reward": 2.0,
+            "reward_mean": 3.0,
+            "reward_std": 3.0,  # deviations 0, -2, -3, 1, 6, -2: 54 / 6 squared
+        }
+    )
+    # far from 0, and hardly apart
+    assert held_out(monkeypatch, [1000.001, 1000.0])["reward_std"] == pytest.approx(0.0005, rel=0.05)
+
+
 # ---- what is refused
 
 
@@ -204,7 +232,7 @@ def test_other_data_than_pairs_is_refused(tiny_model: str, task: str, tmp_path: 
     with pytest.raises(ValueError, match="say nothing of which is better.*use PreferenceDataModule"):
         trainer_for(tmp_path).fit(reward_model(tiny_model), datamodule=chat)
     prompts = PromptDataModule(f"prompts@{task}", prompts_per_rollout=4, val_ratio=0.0)
-    with pytest.raises(ValueError, match="RM learns from pairs .*: use PreferenceDataModule"):
+    with pytest.raises(ValueError, match="RM learns from answers .*: use PreferenceDataModule"):
         trainer_for(tmp_path).fit(reward_model(tiny_model), datamodule=prompts)
 
 
