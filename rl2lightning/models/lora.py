@@ -44,7 +44,8 @@ class LoRAConfig:
     Args:
         rank: inner size of the adapters; more learns more, at `rank * (in + out)` parameters a matrix.
         alpha: the adapters' product is multiplied by alpha / rank.
-        dropout: of the adapters' inputs while training; old and reference log-probs are scored without.
+        dropout: of the adapters' inputs while training; old and reference log-probs are scored without. Every process
+            draws its own masks, under tensor parallelism for its part of a matrix's outputs.
         target_modules: the matrices that get adapters: all of the transformer (not the output layer), or the last parts
             of their names, such as [q_proj, v_proj].
         modules_to_save: whole modules to train besides, by the last part of their names, such as [lm_head]; the frozen

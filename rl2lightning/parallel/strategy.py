@@ -186,14 +186,16 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
     @contextmanager
     def scoring(self, model: nn.Module) -> Iterator[None]:
         """Passes without gradients: no dropout, and nothing left gathered that a later step would find stale."""
-        training = model.training
+        # of each module: those that a frozen base runs are its policy's, which may be in another mode
+        modes = [(module, module.training) for module in (model, *model.modules())]
         model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
             reshard(model)
-            model.train(training)
+            for module, training in modes:
+                module.training = training
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ from rl2lightning import (
 )
 from rl2lightning.export import export
 from rl2lightning.models.build import full_weights
-from rl2lightning.models.lora import merged_weights
+from rl2lightning.models.lora import FrozenBase, merged_weights
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.policy_losses import KLPenalty
 
@@ -155,6 +155,18 @@ def test_the_reference_is_the_model_without_adapters(run: Run, tiny_model: str) 
     reference = module.reference
     assert not list(reference.parameters())
     assert not list(reference.buffers())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_scoring_by_the_reference_drops_nothing_out_and_leaves_the_policy_in_its_mode(run: Run, training: bool) -> None:
+    policy = run.module.policy
+    assert policy is not None
+    before = policy.training
+    policy.train(training)
+    with run.module.strategy.scoring(FrozenBase(policy)):
+        assert not any(module.training for module in policy.modules())
+    assert all(module.training == training for module in policy.modules())
+    policy.train(before)
 
 
 def test_a_checkpoint_holds_the_adapters_and_nothing_of_the_model(run: Run) -> None:
