@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rl2lightning.algorithms.optimizer import OptimizerConfig
 from rl2lightning.cli import main
 from rl2lightning.rewards import ExactMatch
 
@@ -161,6 +162,14 @@ def test_a_preset_is_the_algorithm_it_is_named_after(capsys, name: str, advantag
     rewards = [reward["class_path"].rpartition(".")[2] for reward in rollouts["rewards"]]
     assert rewards == (["ExactMatch", "SoftOverlong"] if name == "dapo" else ["ExactMatch"])
     assert rollouts["dynamic_sampling"] is (name == "dapo")
+
+
+@pytest.mark.parametrize("num_steps", [40, 4000])
+def test_ppo_begins_to_move_its_policy_at_the_rate_it_names(capsys, num_steps: int) -> None:
+    config = resolved(capsys, "ppo.yaml")
+    policy = OptimizerConfig(**config["model"]["init_args"]["optimizer"])
+    (warmup,) = (c for c in config["trainer"]["callbacks"] if c["class_path"] == "rl2lightning.CriticWarmup")
+    assert policy.lr_at(0, num_steps) == policy.lr_at(warmup["init_args"]["num_steps"], num_steps) == 1
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,7 @@ class GRPO(PolicyGradient):
     def __init__(self, *args: Any, updates_per_rollout: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if updates_per_rollout < 1:
-            raise ValueError(
-                f"updates_per_rollout={updates_per_rollout} and samples_per_prompt={self.samples_per_prompt} "
-                "must be at least 1"
-            )
+            raise ValueError(f"updates_per_rollout={updates_per_rollout} must be at least 1")
         if self.advantage.needs_values:
             raise ValueError(f"{type(self.advantage).__name__} needs a critic, which GRPO has not: use PPO")
         self.updates_per_rollout = self.mini_batches = updates_per_rollout

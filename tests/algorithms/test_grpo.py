@@ -20,7 +20,7 @@ from rl2lightning.types import SamplingParams, Sequences, StructuredOutput
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"updates_per_rollout": 0}, "updates_per_rollout=0 and samples_per_prompt=8 must be at least 1"),
+        ({"updates_per_rollout": 0}, "^updates_per_rollout=0 must be at least 1$"),
         ({"samples_per_prompt": 0}, "samples_per_prompt=0 must be at least 1"),
         ({"sampling": SamplingParams(temperature=0.0)}, r"sampling\.temperature=0 .* positive temperature"),
         ({"advantage": GAE()}, "GAE needs a critic"),
