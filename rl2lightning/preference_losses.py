@@ -7,7 +7,7 @@ the policy and, if they need it, from the reference, and return unreduced values
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -49,7 +49,21 @@ class PreferenceLoss(ABC):
 
 
 @dataclass(frozen=True)
-class MarginLoss(PreferenceLoss):
+class ImitatingLoss(PreferenceLoss):
+    """A loss that may imitate the chosen answers, too, with the weight `nll_coef`."""
+
+    nll_coef: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _not_negative("nll_coef", self.nll_coef)
+
+    @property
+    def nll_weight(self) -> float:
+        return self.nll_coef
+
+
+@dataclass(frozen=True)
+class MarginLoss(ImitatingLoss):
     """A function of h, beta times how much further from the reference the policy has gone for chosen than rejected.
 
     Args:
@@ -61,19 +75,14 @@ class MarginLoss(PreferenceLoss):
 
     beta: float = 0.1
     length_normalised: bool = False
-    nll_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _positive("beta", self.beta)
-        _not_negative("nll_coef", self.nll_coef)
 
     @property
     def uses_means(self) -> bool:
         return self.length_normalised
-
-    @property
-    def nll_weight(self) -> float:
-        return self.nll_coef
 
     def __call__(
         self, chosen: Tensor, rejected: Tensor, chosen_ref: Tensor | None, rejected_ref: Tensor | None
@@ -139,7 +148,7 @@ class Hinge(MarginLoss):
 
 
 @dataclass(frozen=True)
-class IPO(PreferenceLoss):
+class IPO(ImitatingLoss):
     """IPO (Azar et al., 2023, arXiv:2310.12036): the squared distance of the margin to 1 / (2 beta), from means.
 
     Departs from the paper, whose sums over tokens make the target depend on the length of the answers.
@@ -150,19 +159,14 @@ class IPO(PreferenceLoss):
     """
 
     beta: float = 0.1
-    nll_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _positive("beta", self.beta)
-        _not_negative("nll_coef", self.nll_coef)
 
     @property
     def uses_means(self) -> bool:
         return True
-
-    @property
-    def nll_weight(self) -> float:
-        return self.nll_coef
 
     def __call__(
         self, chosen: Tensor, rejected: Tensor, chosen_ref: Tensor | None, rejected_ref: Tensor | None
@@ -176,7 +180,7 @@ class IPO(PreferenceLoss):
 
 
 @dataclass(frozen=True)
-class SimPO(PreferenceLoss):
+class SimPO(ImitatingLoss):
     """SimPO (Meng et al., 2024, arXiv:2405.14734): mean log-probs are the rewards, and there is no reference.
 
     Args:
@@ -188,12 +192,11 @@ class SimPO(PreferenceLoss):
 
     per_token_beta: float = 2.0
     gamma: float = 1.0
-    nll_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _positive("per_token_beta", self.per_token_beta)
         _not_negative("gamma", self.gamma)
-        _not_negative("nll_coef", self.nll_coef)
 
     @property
     def needs_reference(self) -> bool:
@@ -202,10 +205,6 @@ class SimPO(PreferenceLoss):
     @property
     def uses_means(self) -> bool:
         return True
-
-    @property
-    def nll_weight(self) -> float:
-        return self.nll_coef
 
     def __call__(
         self, chosen: Tensor, rejected: Tensor, chosen_ref: Tensor | None, rejected_ref: Tensor | None

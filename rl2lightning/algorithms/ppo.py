@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +76,7 @@ class PPO(PolicyGradient):
             raise ValueError(f"value_clip={value_clip} must be positive, or null for no limit")
         self.critic_path, self.critic_optimizer = critic_model, critic_optimizer
         self.critic: ScalarModel | None = None
+        self._critic_directory: str | None = None
         self.mini_batches, self.updates_per_rollout = mini_batches, epochs * mini_batches
         self.value_clip = value_clip
         self.kl_limit = KLLimit(target_kl)
@@ -157,7 +157,7 @@ class PPO(PolicyGradient):
                 lora=lora,
                 name=self.model_path,
             )
-        directory = self._local_critic_path()
+        directory = self.strategy.on_one_rank_first(self._find_critic)
         words = [load_config(path).get_text_config().vocab_size for path in (self.local_model_path(), directory)]
         if words[1] < words[0]:
             raise ValueError(
@@ -168,14 +168,17 @@ class PPO(PolicyGradient):
             directory, random_init=False, seed=self.init_seed, lora=lora, name=self.critic_path
         )
 
-    def _local_critic_path(self) -> str:
+    def _find_critic(self) -> str:
+        """The directory of `critic_model` on this machine, looked up once."""
         assert self.critic_path is not None
-        return str(self.strategy.on_one_rank_first(partial(resolve_model, self.critic_path)))
+        if self._critic_directory is None:
+            self._critic_directory = resolve_model(self.critic_path)
+        return self._critic_directory
 
     def write_model_files(self, directory: Path) -> None:
         super().write_model_files(directory)
         if self.critic_path is not None:  # it may be of another architecture, which an export has to know
-            load_config(resolve_model(self.critic_path)).save_pretrained(directory / "critic")
+            load_config(self._find_critic()).save_pretrained(directory / "critic")
 
     # ---- checkpoints
 

@@ -119,17 +119,18 @@ class PrecomputedReference:
         return tqdm(chain(*loaders), total=total, desc="reference log-probs", disable=silent, leave=False)
 
     def _on_first_process(self, fn: Callable[[], T]) -> T:
-        """What fn returns on the first process, or the error it raises, on all of them: they alone may see its disk."""
-        result, error = None, None
+        """What fn returns on the first process, or the error it raises, on all of them: that one may see the disk."""
+        result: Any = None
+        error, message = None, None
         if self.strategy.is_global_zero:
             try:
                 result = fn()
-            except ValueError as e:
-                error = str(e)
-        result, error = self.strategy.broadcast((result, error))
-        if error is not None:
-            raise ValueError(error)
-        return result  # type: ignore[return-value]
+            except Exception as raised:  # whatever it is: the others wait here to hear of it
+                error, message = raised, str(raised) if isinstance(raised, ValueError) else repr(raised)
+        result, message = self.strategy.broadcast((result, message))
+        if message is not None:
+            raise error or ValueError(message)
+        return result
 
 
 def sequence_keys(seqs: Sequences) -> list[bytes]:

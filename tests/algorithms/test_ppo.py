@@ -20,6 +20,7 @@ from rl2lightning import (
     RolloutCallback,
     SamplingParams,
 )
+from rl2lightning.algorithms import ppo
 from rl2lightning.algorithms.kl_limit import KLLimit
 from rl2lightning.estimators import GAE, GroupRelative, MonteCarlo, VTrace
 from rl2lightning.export import export
@@ -517,7 +518,7 @@ def test_both_models_resume_bit_for_bit_between_the_updates_of_a_rollout(
 
 
 def test_policy_and_critic_are_exported_and_a_critic_starts_from_such_a_directory(
-    tiny_model: str, make_model, task: str, tmp_path: Path
+    tiny_model: str, make_model, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, module, trainer = fit(tiny_model, task, tmp_path, steps=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
@@ -535,6 +536,7 @@ def test_policy_and_critic_are_exported_and_a_critic_starts_from_such_a_director
     _, module, trainer = fit(other, task, tmp_path, steps=1, critic_model=str(critic), critic_optimizer=still)
     for name, p in module.critic.lm.named_parameters():
         assert torch.equal(p.full_tensor(), trained[name]), name
+    monkeypatch.setattr(ppo, "resolve_model", None)  # it was looked up, and is not again
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     again = export(str(tmp_path / "two.ckpt"), str(tmp_path / "again"), dtype="float32", submodule="critic")
     for name, p in AutoModelForSequenceClassification.from_pretrained(again).named_parameters():

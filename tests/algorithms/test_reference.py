@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rl2lightning import DPO, FSDP2TPStrategy, PreferenceDataModule
 from rl2lightning.algorithms import reference
-from rl2lightning.algorithms.reference import model_key, sequence_keys
+from rl2lightning.algorithms.reference import PrecomputedReference, model_key, sequence_keys
 from rl2lightning.types import Sequences
 
 
@@ -88,6 +90,30 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=rf"{file.name}' cannot be read .* delete that file"):
         reference._load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [(ValueError("damaged"), "^damaged$"), (MemoryError(), r"^MemoryError\(\)$"), (ValueError(), "^$")],
+)
+def test_what_fails_on_the_first_process_is_heard_of_on_the_others(error: Exception, elsewhere: str) -> None:
+    def fail():
+        raise error
+
+    sent = []
+
+    def first(x):
+        sent.append(x)
+        return x
+
+    for is_first, broadcast, kind, match in (
+        (True, first, type(error), None),
+        (False, lambda _: sent[0], ValueError, elsewhere),
+    ):
+        strategy: Any = SimpleNamespace(is_global_zero=is_first, broadcast=broadcast)
+        numbers = PrecomputedReference(strategy, Path("anywhere"), fail)
+        with pytest.raises(kind, match=match):
+            numbers.prepare([], lambda seqs: seqs.weights, show_progress=False)
 
 
 # ---- in a run
