@@ -8,6 +8,7 @@ the keys at hand may be a part: so the blocks of a ring are summed without anoth
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,16 @@ def installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+@functools.cache
+def import_error(module: str) -> str | None:
+    """Why a module that is installed cannot be imported, such as kernels built for another torch; None where it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package's own code raises
+        return f"importing {module} raises {type(error).__name__}: {error}"
+    return None
 
 
 class BlockBackend(ABC):

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from rl2lightning.models.attention import AttentionSpec
-from rl2lightning.models.blocks import BackendName, BlockBackend, Demand, Forward, Gradients, Segments, installed
+from rl2lightning.models.blocks import (
+    BackendName,
+    BlockBackend,
+    Demand,
+    Forward,
+    Gradients,
+    Segments,
+    import_error,
+    installed,
+)
 from rl2lightning.models.blocks_math import Math
 
 _LONG = 4096  # cuDNN builds a plan for every new shape, which long segments alone are worth
@@ -25,6 +34,17 @@ def _flash_refusal(demand: Demand, *, capability: int) -> str | None:
     if demand.head_size % 8 or demand.head_size > 256:
         return f"the head size {demand.head_size} is no multiple of 8 up to 256"
     return None
+
+
+def _broken(name: str, module: str) -> str | None:
+    """Why a backend's installed package is of no use; said once, or a slower one would serve in silence.
+
+    flash-attn and flash-attn-4 both bring `flash_attn/cute`: the one installed last has it.
+    """
+    if (error := import_error(module)) is None:
+        return None
+    announce(f"attention backend {name} is installed and not used: {error}")
+    return error
 
 
 def _window_sizes(spec: AttentionSpec, causal: bool, unbounded: int | None) -> tuple[int | None, int | None]:
@@ -47,7 +67,7 @@ class FA4(BlockBackend):
             return "the package flash-attn-4 is not installed (pip install 'rl2lightning[fa4]')"
         if demand.capability[0] >= 10 and demand.head_size > 128 and demand.head_size != 256:
             return f"on this GPU it has no kernel for the head size {demand.head_size}"
-        return _flash_refusal(demand, capability=9)
+        return _flash_refusal(demand, capability=9) or _broken(self.name, "flash_attn.cute.interface")
 
     @staticmethod
     def _settings(cu_q: Segments, cu_k: Segments, causal: bool, spec: AttentionSpec) -> dict[str, Any]:
@@ -158,7 +178,7 @@ class FlashAttention(BlockBackend):
     def refusal(self, demand: Demand) -> str | None:
         if not installed("flash-attn"):
             return "the package flash-attn is not installed (pip install 'rl2lightning[flash-attn]')"
-        return _flash_refusal(demand, capability=8)
+        return _flash_refusal(demand, capability=8) or _broken(self.name, "flash_attn.flash_attn_interface")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cu_q: Segments, cu_k: Segments, causal: bool, spec: AttentionSpec

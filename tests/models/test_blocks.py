@@ -107,6 +107,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     def pretend(capability: tuple[int, int], *packages: str) -> None:
         monkeypatch.setattr(blocks, "_capability", lambda device: capability)
         monkeypatch.setattr(kernels, "installed", lambda name: name in packages)
+        monkeypatch.setattr(kernels, "import_error", lambda module: None)
 
     return pretend
 
@@ -155,6 +156,25 @@ def test_what_cannot_serve_is_refused_with_its_reason(gpu, name, changes, reason
     gpu((9, 0))
     with pytest.raises(ValueError, match=f"attention backend '{name}' cannot be used here: .*{reason}"):
         choose_backend(name, replace(HOPPER, **changes))
+
+
+def test_a_package_that_cannot_be_imported_is_passed_over_and_named(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu((9, 0), "flash-attn-4", "flash-attn")
+    said: list[str] = []
+    monkeypatch.setattr(kernels, "announce", said.append)
+    monkeypatch.setattr(kernels, "import_error", lambda module: "importing it raises" if "cute" in module else None)
+    assert choose_backend("auto", replace(HOPPER, mean_length=1000.0)).name == "flash_attn"
+    assert said == ["attention backend fa4 is installed and not used: importing it raises"]
+    with pytest.raises(ValueError, match="'fa4' cannot be used here: importing it raises"):
+        choose_backend("fa4", HOPPER)
+
+
+def test_why_a_module_cannot_be_imported_is_one_line(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_kernels.py").write_text("import math\nmath.no_such_thing")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = blocks.import_error("broken_kernels")
+    assert error == "importing broken_kernels raises AttributeError: module 'math' has no attribute 'no_such_thing'"
+    assert blocks.import_error("math") is None
 
 
 def test_backends_are_told_apart_by_name() -> None:
