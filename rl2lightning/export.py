@@ -23,7 +23,8 @@ def export(
     Args:
         ckpt_path: a *.ckpt directory of a run.
         output_dir: the directory to make; it must not hold a model yet.
-        dtype: type of the stored weights.
+        dtype: type of the stored weights. A scalar head is stored in float32, as it was trained; RewardModel and vLLM
+            compute it so, transformers rounds it and its scores to the type that it is asked to load the model in.
         submodule: which model of the module to export, for instance PPO's critic; None: the policy, or the only one
             there is. One with a scalar head becomes a model for sequence classification, a regression of one label.
         adapter: of a model trained with LoRA, write its adapter alone, for `PeftModel.from_pretrained`; otherwise it is
@@ -51,18 +52,22 @@ def export(
     own = checkpoint / "model" / submodule  # where it is of another architecture than the first of the module
     config = load_config(str(own if own.is_dir() else checkpoint / "model"))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint / "model")
-    stored = getattr(torch, dtype)
+    stored, heads = getattr(torch, dtype), (SCALAR_HEAD, file_name(SCALAR_HEAD))
+
+    def typed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.to(torch.float32 if name in heads else stored) for name, x in weights.items()}
+
     of_adapter = checkpoint / "model" / "adapters" / submodule
     if of_adapter.is_dir():
         weights, lora = {file_name(name): x for name, x in state.items()}, read_config(of_adapter)
         if adapter:
-            write_adapter({name: x.to(stored) for name, x in weights.items()}, lora, output)
+            write_adapter(typed(weights), lora, output)
             tokenizer.save_pretrained(output)
             return output
         state = _merged(weights, lora, base, stored)  # of the adapter as it was trained, rounded once
     elif adapter:
         raise ValueError(f"'{checkpoint}' was trained without LoRA: leave --adapter out")
-    state = {name: x.to(stored) for name, x in state.items()}
+    state = typed(state)
     if SCALAR_HEAD in state and not set_padding(config, tokenizer):
         rank_zero_warn(
             "no special token is left to pad with: transformers will score one sequence at a time and refuse batches"

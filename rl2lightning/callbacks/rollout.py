@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from rl2lightning.callbacks import logp_check
+from rl2lightning.callbacks.dynamic_sampling import refill
 from rl2lightning.callbacks.generation import Generators, succeed_together
 from rl2lightning.callbacks.progress import StepProgressBar
+from rl2lightning.callbacks.records import trajectory_record, write_records
 from rl2lightning.callbacks.rollout_metrics import RolloutMetrics
 from rl2lightning.data.chat import load_tokenizer, stop_token_ids
 from rl2lightning.environments.base import Environment
@@ -26,7 +27,7 @@ from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop, RolloutResult
 from rl2lightning.rollout.partial import Carried, PartialRollouts
 from rl2lightning.seeding import run_seed
-from rl2lightning.types import ChatBatch, PromptBatch, RolloutError, SamplingParams, Sequences, Trajectory
+from rl2lightning.types import ChatBatch, PromptBatch, RolloutError, Row, SamplingParams, Sequences, Trajectory
 
 
 class RolloutCallback(L.Callback):
@@ -218,6 +219,8 @@ class RolloutCallback(L.Callback):
             succeed_together(self.engine.wake)
             yield
             self.engine.sleep()
+            for reward in self.rewards:
+                reward.sleep()
 
     def collect(
         self, trainer: L.Trainer, pl_module: Any, rows: list[dict], indices: list[int], metrics: RolloutMetrics
@@ -249,11 +252,7 @@ class RolloutCallback(L.Callback):
         try:
             self._push(trainer, pl_module)
             with self._awake():
-                trajectories = self.collect(trainer, pl_module, batch.rows, batch.indices, metrics)
-                while self._carried and not self._anywhere(trajectories):  # nothing to learn from yet
-                    trajectories = self.collect(trainer, pl_module, [], [], metrics)
-                if self.dynamic_sampling:
-                    trajectories = self._refill(trainer, pl_module, batch, trajectories, metrics, carried)
+                trajectories = self._roll_out(trainer, pl_module, batch, metrics)
                 probe = self._probe(trajectories)
             self._compare(pl_module, probe)
         except RolloutError:
@@ -271,6 +270,32 @@ class RolloutCallback(L.Callback):
         pl_module.log("rollout/reward", logged.pop("reward", float("nan")), prog_bar=True, batch_size=1)
         pl_module.log_dict({f"rollout/{name}": x for name, x in logged.items()}, batch_size=1)
 
+    def _roll_out(
+        self, trainer: L.Trainer, pl_module: Any, batch: PromptBatch, metrics: RolloutMetrics
+    ) -> list[Trajectory]:
+        """The trajectories of this process that are learned from now."""
+
+        def collect(rows: list[Row], indices: list[int]) -> list[Trajectory]:
+            return self.collect(trainer, pl_module, rows, indices, metrics)
+
+        before = self._carried
+        trajectories = collect(batch.rows, batch.indices)
+        while self._carried and not any(self._strategy.gather_objects(bool(trajectories))):  # nothing to learn from yet
+            trajectories = collect([], [])
+        if not self.dynamic_sampling:
+            return trajectories
+        return refill(
+            trainer,
+            trajectories,
+            metrics,
+            num_prompts=len(batch.rows),
+            max_refills=self.max_refills,
+            collect=collect,
+            keep=self.keep,
+            before=before,
+            carried=lambda: self._carried,
+        )
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._note_position(trainer)
         if isinstance(batch, PromptBatch) and self.push_when == "every_step":
@@ -286,10 +311,6 @@ class RolloutCallback(L.Callback):
                 "a checkpoint of now goes on with them"
             )
 
-    def _anywhere(self, trajectories: list[Trajectory]) -> bool:
-        """Whether any process has a trajectory."""
-        return any(self._strategy.gather_objects(bool(trajectories)))
-
     def _note_position(self, trainer: L.Trainer) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         self._data_position = None if data is None else data.state_dict()
@@ -303,54 +324,6 @@ class RolloutCallback(L.Callback):
         if probe is not None:
             logp_check.compare(pl_module, probe)
             self._check_due = self.check_logps == "always"
-
-    def _refill(
-        self,
-        trainer: L.Trainer,
-        pl_module: Any,
-        batch: PromptBatch,
-        trajectories: list[Trajectory],
-        metrics: RolloutMetrics,
-        carried: list[Carried],
-    ) -> list[Trajectory]:
-        """Replaces groups that teach nothing by new prompts; all processes draw together, from one stream.
-
-        Groups that partial rollouts have cut off since `carried` are not replaced: their turn comes.
-        """
-        strategy = trainer.strategy
-        wanted = sum(strategy.gather_objects(len(batch.rows)))  # type: ignore[attr-defined]
-        kept = self._filter(trajectories, metrics)
-
-        def count() -> tuple[int, int]:
-            found = sum(strategy.gather_objects(_num_groups(kept)))  # type: ignore[attr-defined]
-            return found, wanted - found - (_num_in_flight(self._carried) - _num_in_flight(carried))
-
-        for _ in range(self.max_refills):
-            found, missing = count()
-            if missing <= 0 and (found or not self._carried):
-                break
-            rows, indices = trainer.datamodule.draw(max(0, missing))  # type: ignore[attr-defined]
-            mine = torch.arange(len(rows)).tensor_split(strategy.data_size)[strategy.data_rank].tolist()  # type: ignore[attr-defined]
-            more = self.collect(trainer, pl_module, [rows[i] for i in mine], [indices[i] for i in mine], metrics)
-            kept += self._filter(more, metrics)
-        found, missing = count()
-        if found == 0:
-            rank_zero_info(
-                f"every group of {wanted} prompts and {self.max_refills} refills had equal rewards: nothing is left to "
-                "learn (or nothing can be reached), and the run ends here"
-            )
-            trainer.should_stop = True
-        elif missing > 0:
-            rank_zero_warn(f"dynamic sampling found {found} of {found + missing} groups in {self.max_refills} refills")
-        return kept
-
-    def _filter(self, trajectories: list[Trajectory], metrics: RolloutMetrics) -> list[Trajectory]:
-        groups: dict[int, list[Trajectory]] = {}
-        for t in trajectories:
-            groups.setdefault(t.group_id, []).append(t)
-        kept = [group for group in groups.values() if self.keep(group)]
-        metrics.count("filtered_groups", len(groups) - len(kept))
-        return [t for group in kept for t in group]
 
     # ---- validation, test, prediction: one sample per prompt, by eval_sampling
 
@@ -391,10 +364,7 @@ class RolloutCallback(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._log_evaluation(trainer, pl_module, "val")
 
-    def on_test_batch_start(
-        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._evaluate(trainer, pl_module, batch)
+    on_test_batch_start = on_validation_batch_start
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._log_evaluation(trainer, pl_module, "test")
@@ -410,32 +380,6 @@ class RolloutCallback(L.Callback):
         directory = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: on every process
         self._predictions = []
         if trainer.is_global_zero:
-            directory.mkdir(parents=True, exist_ok=True)
             path = directory / "completions.jsonl"
-            with path.open("w") as file:
-                file.writelines(json.dumps(record, default=str) + "\n" for part in parts for record in part)
+            write_records(path, chain(*parts))
             rank_zero_info(f"{sum(map(len, parts))} completions written to {path}")
-
-
-def trajectory_record(t: Trajectory) -> dict[str, Any]:
-    """A trajectory as one JSON object: conversation, rewards, and how it ended."""
-    return {
-        "messages": t.messages,
-        "answer": t.row.get("answer"),
-        "reward": t.reward,
-        "scores": t.scores,
-        "num_tokens": t.num_actions,
-        "num_turns": t.num_turns,
-        "truncated": t.truncated,
-        "group_id": t.group_id,
-        "sample_id": t.sample_id,
-        "weight_version": t.weight_version,
-    }
-
-
-def _num_groups(trajectories: list[Trajectory]) -> int:
-    return len({t.group_id for t in trajectories})
-
-
-def _num_in_flight(carried: list[Carried]) -> int:
-    return _num_groups([c.trajectory for c in carried])

@@ -162,14 +162,15 @@ def load_weights(
     return absent
 
 
-def read_weights(directory: str) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a model directory, whole, one by one."""
+def read_weights(directory: str, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a model directory, or those of some names, whole, one by one."""
     from safetensors import safe_open
 
     for file in sorted(Path(directory).glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - not a dictionary
-                yield name, stored.get_tensor(name)
+                if names is None or name in names:
+                    yield name, stored.get_tensor(name)
 
 
 def _check_stored(lm: PreTrainedModel, parameters: dict[str, Tensor], shapes: dict[str, Any], directory: str) -> None:
@@ -286,7 +287,7 @@ def save_pretrained(
     if SCALAR_HEAD in state:
         auto, config = _scalar_class(config), scalar_config(config)
     with meta_parameters():
-        shell = auto.from_config(config, dtype=next(iter(state.values())).dtype)
+        shell = auto.from_config(config, dtype=next(x.dtype for name, x in state.items() if name != SCALAR_HEAD))
     # checkpoints have tied weights under both their names, files under one
     doubles = set(shell.state_dict()) - {name for name, _ in shell.named_parameters()}
     shell.save_pretrained(directory, state_dict={name: x for name, x in state.items() if name not in doubles})

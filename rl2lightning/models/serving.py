@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rl2lightning.models.build import resolve_model
+from rl2lightning.models.build import read_weights, resolve_model
 from rl2lightning.models.heads import SCALAR_HEAD, ScalarHead, ScalarModel
 from rl2lightning.models.packed import PACKED_ATTENTION, register_packed_attention
 
@@ -74,5 +74,8 @@ def load_scalar_model(path: str, device: torch.device, dtype: torch.dtype) -> Sc
             "without a bias: serve it and use ClassifyReward"
         )
     lm.score = ScalarHead(head.shape[1], 1, bias=False)
-    lm.score.weight = nn.Parameter(head.detach().float())
+    # before it was rounded to the type of the rest; where names in files are others, after it
+    stored = dict(read_weights(directory, {SCALAR_HEAD}))
+    exact = stored[SCALAR_HEAD] if SCALAR_HEAD in stored else head.detach()
+    lm.score.weight = nn.Parameter(exact.to(torch.float32))
     return ScalarModel(lm.requires_grad_(False).to(device)).eval()

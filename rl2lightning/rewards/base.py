@@ -41,6 +41,9 @@ class Reward(ABC):
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to prepare
         """Called on every process before a run's first rollout, with the device it trains on: load a model here."""
 
+    def sleep(self) -> None:  # noqa: B027
+        """Called after every rollout: training wants the device's memory until the next trajectory is scored."""
+
     def release(self) -> None:  # noqa: B027
         """Called at the end of a run: let go of what `prepare` loaded."""
 

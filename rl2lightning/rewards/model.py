@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from rl2lightning.rewards.base import Reward
 from rl2lightning.rewards.conversation import ConversationTokens
@@ -28,8 +29,9 @@ class RewardModel(Reward):
     """The score of a reward model: a directory for sequence classification with one label, as `rl2lightning export`
     writes it of an RM checkpoint.
 
-    It stays on the device that the process trains on. Trajectories that wait at the same time are scored in one packed
-    pass. See `ClassifyReward` for a model behind a server.
+    Every process holds all of it, on the device that it trains on: 2 bytes a parameter in bfloat16, beside training and
+    beside the engine, or with `offload` beside the engine alone. Trajectories that wait at the same time are scored in
+    one packed pass. See `ClassifyReward` for a model behind a server.
 
     Args:
         model: directory or hub name.
@@ -42,6 +44,8 @@ class RewardModel(Reward):
             False: at the end-of-turn token, as RM trains it.
         max_tokens: most tokens of one pass; a longer trajectory has one for itself. 1 scores them one by one, so that a
             score does not depend in its last bits on what else was waiting.
+        offload: keep the weights in (page-locked) host memory, once for each process, and on the device only from the
+            first score of a rollout to its end.
     """
 
     def __init__(
@@ -52,19 +56,22 @@ class RewardModel(Reward):
         apply_chat_template: bool = True,
         whole_template: bool = False,
         max_tokens: int = 16384,
+        offload: bool = False,
         name: str = "reward_model",
         weight: float = 1.0,
     ) -> None:
         super().__init__(name=name, weight=weight)
         if max_tokens < 1:
             raise ValueError(f"rewards.init_args.max_tokens={max_tokens} must be at least 1")
-        self.model, self.dtype, self.max_tokens = model, dtype, max_tokens
+        self.model, self.dtype, self.max_tokens, self.offload = model, dtype, max_tokens, offload
         self._tokens: ConversationTokens | None = None
         if not token_in:
             self._tokens = ConversationTokens(
                 model, apply_chat_template=apply_chat_template, whole_template=whole_template
             )
         self._scorer: ScalarModel | None = None
+        self._at_home: list[tuple[nn.Module, str, nn.Parameter]] = []  # of `offload`: the weights in host memory
+        self._awake = False
         self._device = torch.device("cpu")
         self._waiting: deque[_Request] = deque()
         self._running = threading.Lock()
@@ -73,11 +80,30 @@ class RewardModel(Reward):
         from rl2lightning.models.serving import load_scalar_model
 
         dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-        self._scorer = load_scalar_model(self.model, device, getattr(torch, dtype))
-        self._device = device
+        host = torch.device("cpu")
+        scorer = load_scalar_model(self.model, host if self.offload else device, getattr(torch, dtype))
+        self._scorer, self._device = scorer, device
+        if self.offload:
+            for module in scorer.modules():
+                for name, buffer in module.named_buffers(recurse=False):  # a few numbers, which may stay
+                    setattr(module, name, buffer.to(device))
+                for name, p in module.named_parameters(recurse=False):
+                    p.data = p.data.pin_memory() if device.type == "cuda" else p.data
+                    self._at_home.append((module, name, p))
+
+    def sleep(self) -> None:
+        for module, name, p in self._at_home:  # the weights do not change, so there is nothing to be copied back
+            setattr(module, name, p)
+        self._awake = False
+
+    def _wake(self) -> None:
+        if not self._awake:
+            for module, name, p in self._at_home:
+                setattr(module, name, nn.Parameter(p.to(self._device, non_blocking=True), requires_grad=False))
+            self._awake = True
 
     def release(self) -> None:
-        self._scorer = None
+        self._scorer, self._at_home, self._awake = None, [], False
 
     def __call__(self, trajectory: Trajectory) -> float:
         tokens = trajectory.token_ids if self._tokens is None else self._tokens(trajectory)
@@ -116,4 +142,5 @@ class RewardModel(Reward):
         # the current device is one of each thread
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with on_device, torch.no_grad():
+            self._wake()
             return scorer(scorer.pack(seqs, self._device, scorer.lm.dtype), at="last").tolist()

@@ -8,12 +8,15 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rl2lightning import RM, ChatDataModule, OptimizerConfig, PreferenceDataModule, PromptDataModule, RolloutCallback
 from rl2lightning.cli import Trainer, main
 from rl2lightning.export import export
 from rl2lightning.models.build import load_config, scalar_config
+from rl2lightning.models.serving import load_scalar_model
+from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.types import ChatBatch, Sequences
 
 spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
@@ -275,6 +278,23 @@ def checkpoint(tiny_model: str, task: str, tmp_path_factory: pytest.TempPathFact
     trainer.fit(reward_model(tiny_model), datamodule=PreferenceDataModule(f"pairs@{task}", batch_size=8))
     trainer.save_checkpoint(root / "rm.ckpt")
     return root / "rm.ckpt"
+
+
+def test_an_export_in_bfloat16_keeps_the_head_in_which_scores_were_trained(checkpoint: Path, tmp_path: Path) -> None:
+    directory = export(str(checkpoint), str(tmp_path / "export"))
+    (trained,) = load_full_weights(checkpoint, "reward_model.lm.score.").values()
+    assert not torch.equal(trained, trained.bfloat16().float())
+    stored = load_file(directory / "model.safetensors")
+    assert {name for name, x in stored.items() if x.dtype != torch.bfloat16} == {"score.weight"}
+    assert torch.equal(stored["score.weight"], trained)
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    # by us it is computed as it was trained; transformers loads all of it in the type it is asked for
+    ours = load_scalar_model(str(directory), torch.device("cpu"), torch.bfloat16).lm
+    assert torch.equal(ours.score.weight, trained)
+    assert ours.model.norm.weight.dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = AutoModelForSequenceClassification.from_pretrained(directory, dtype=dtype)
+        assert torch.equal(theirs.score.weight, trained.to(dtype))
 
 
 def test_an_export_scores_alike_in_transformers_alone_and_in_batches(

@@ -101,6 +101,27 @@ def test_one_that_waits_too_long_for_a_pass_has_its_own(directory: str) -> None:
     assert [reward(t) for t in wanted] == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_offloaded_model_is_on_the_device_from_the_first_score_of_a_rollout_to_its_end(directory: str) -> None:
+    elsewhere, wanted = torch.device("meta"), trajectories()[0]
+    reward, stays = RewardModel(directory, offload=True), RewardModel(directory)
+    reward.prepare(elsewhere)
+    scorer = reward._scorer
+    assert scorer is not None
+    before = [p.clone() for p in scorer.parameters()]
+    assert all(p.device == CPU for p in before)
+    reward._wake()
+    assert all(p.device == elsewhere for p in scorer.parameters())
+    assert all(buffer.device == elsewhere for buffer in scorer.buffers())
+    reward.sleep()
+    assert all(torch.equal(p, x) for p, x in zip(scorer.parameters(), before, strict=True))
+    for model in (reward, stays):
+        model.prepare(CPU)
+    for _ in range(2):
+        assert reward(wanted) == stays(wanted) != 0
+        for model in (reward, stays):
+            model.sleep()
+
+
 @pytest.fixture(scope="module")
 def with_line_breaks(directory: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same with a template that writes something behind the end of a turn, as many do."""
