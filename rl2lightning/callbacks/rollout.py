@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -14,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from rl2lightning.callbacks import logp_check
 from rl2lightning.callbacks.dynamic_sampling import refill
 from rl2lightning.callbacks.generation import Generators, succeed_together
+from rl2lightning.callbacks.held_out import HeldOutSamples
 from rl2lightning.callbacks.progress import StepProgressBar
-from rl2lightning.callbacks.records import trajectory_record, write_records
 from rl2lightning.callbacks.rollout_metrics import RolloutMetrics
 from rl2lightning.data.chat import load_tokenizer, stop_token_ids
 from rl2lightning.environments.base import Environment
@@ -27,10 +25,10 @@ from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop, RolloutResult
 from rl2lightning.rollout.partial import Carried, PartialRollouts
 from rl2lightning.seeding import run_seed
-from rl2lightning.types import ChatBatch, PromptBatch, RolloutError, Row, SamplingParams, Sequences, Trajectory
+from rl2lightning.types import PromptBatch, RolloutError, Row, SamplingParams, Sequences, Trajectory
 
 
-class RolloutCallback(L.Callback):
+class RolloutCallback(HeldOutSamples):
     """Owns the engine, the environment and the rewards of a run.
 
     Subclass it to change one of three things: `collect` (how prompts become trajectories), `keep` (which groups are
@@ -78,13 +76,13 @@ class RolloutCallback(L.Callback):
         partial: PartialRollouts | None = None,
         seed: int | None = None,
     ) -> None:
+        super().__init__(success_threshold)
         self._choose = not isinstance(engine, RolloutEngine)
         self.engine = engine if isinstance(engine, RolloutEngine) else HFEngine()  # chosen in `setup`, by the device
         self.environment = ScriptEnvironment(environment) if isinstance(environment, str) else environment
         self.rewards = [r if isinstance(r, Reward) else FunctionReward(r) for r in rewards or ()]
         self.transform = transform
         self.max_turns = max_turns
-        self.success_threshold = success_threshold
         self.push_when = push
         self.dynamic_sampling = dynamic_sampling
         self.max_refills = max_refills
@@ -102,8 +100,6 @@ class RolloutCallback(L.Callback):
         self._trainer: Any = None
         self._check_due = check_logps != "never"
         self._data_position: dict[str, Any] | None = None  # before the batch in hand
-        self._evaluation = RolloutMetrics(success_threshold)
-        self._predictions: list[dict[str, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "carried": [c.state_dict() for c in self._carried]}
@@ -325,61 +321,12 @@ class RolloutCallback(L.Callback):
             logp_check.compare(pl_module, probe)
             self._check_due = self.check_logps == "always"
 
-    # ---- validation, test, prediction: one sample per prompt, by eval_sampling
+    # ---- validation, test, prediction
 
-    def _evaluate(self, trainer: L.Trainer, pl_module: Any, batch: Any) -> None:
-        if not isinstance(batch, (PromptBatch, ChatBatch)):
-            return
+    def sample_held_out(self, trainer: L.Trainer, pl_module: Any, jobs: list[Job]) -> RolloutResult:
         self._push(trainer, pl_module)
-        rank, size = pl_module.strategy.data_rank, pl_module.strategy.data_size
-        indices = batch.indices if isinstance(batch, PromptBatch) else [rank + size * i for i in range(len(batch.rows))]
-        jobs = [Job(row, group_id=i, sample_id=0) for row, i in zip(batch.rows, indices, strict=True)]
         with self._awake():
             result = self.play(jobs, pl_module.eval_sampling)
             probe = self._probe(result.trajectories)
         self._compare(pl_module, probe)
-        batch.trajectories = result.trajectories
-        if isinstance(batch, PromptBatch):
-            batch.rolled_out = True
-        if not trainer.predicting:  # nobody asks for the mean of those
-            self._evaluation.add(result)
-
-    def _log_evaluation(self, trainer: L.Trainer, pl_module: Any, prefix: str) -> None:
-        values = self._evaluation.reduce(pl_module.strategy.gather_objects)
-        self._evaluation = RolloutMetrics(self.success_threshold)
-        named = {f"{prefix}/{name}": x for name, x in values.items()}
-        if trainer.sanity_checking:  # Lightning logs nothing then, but this is the score before training
-            for logger in trainer.loggers:
-                logger.log_metrics(named, step=trainer.global_step)
-            return
-        shown = (f"{prefix}/accuracy", f"{prefix}/reward")
-        for name, x in named.items():  # global already; Lightning asks for `sync_dist` all the same
-            pl_module.log(name, x, prog_bar=name in shown, batch_size=1, sync_dist=True)
-
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._evaluate(trainer, pl_module, batch)
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._log_evaluation(trainer, pl_module, "val")
-
-    on_test_batch_start = on_validation_batch_start
-
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._log_evaluation(trainer, pl_module, "test")
-
-    def on_predict_batch_start(
-        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._evaluate(trainer, pl_module, batch)
-        self._predictions += [trajectory_record(t) for t in batch.trajectories]
-
-    def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        parts = pl_module.strategy.gather_objects(self._predictions)
-        directory = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: on every process
-        self._predictions = []
-        if trainer.is_global_zero:
-            path = directory / "completions.jsonl"
-            write_records(path, chain(*parts))
-            rank_zero_info(f"{sum(map(len, parts))} completions written to {path}")
+        return result

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from rl2lightning.callbacks.rollout import trajectory_record
+from rl2lightning.callbacks.records import trajectory_record, write_records
 from rl2lightning.types import Trajectory
 
 _COLUMNS = ("prompt", "completion", "answer", "reward")
@@ -73,9 +72,8 @@ class Samples(L.Callback):
         directory = Path(trainer.log_dir or trainer.default_root_dir) / "rollouts"  # a broadcast: on every process
         if not batch.trajectories:
             return
-        directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"{kind}-step{trainer.global_step:06d}-rank{trainer.global_rank}.jsonl").open("a") as file:
-            file.writelines(json.dumps(trajectory_record(t), default=str) + "\n" for t in batch.trajectories)
+        path = directory / f"{kind}-step{trainer.global_step:06d}-rank{trainer.global_rank}.jsonl"
+        write_records(path, map(trajectory_record, batch.trajectories), append=True)
 
 
 def format_table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
