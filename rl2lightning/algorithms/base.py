@@ -5,28 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.algorithms.metrics import StepMetrics, share_of_loss
 from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, adamw
-from rl2lightning.compat import ignore_misplaced_advice
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.attention import move
-from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
-from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
-from rl2lightning.models.lora_files import plain_config, scaling, write_config
+from rl2lightning.models.lora import LoRAConfig
 from rl2lightning.models.policy import PackedModel, Policy
-from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.seeding import run_seed
 from rl2lightning.types import PromptBatch, SamplingParams, Sequences, Trajectory
 
@@ -35,7 +29,7 @@ LossLevel = Literal["token", "sequence", "constant"]
 LossFn = Callable[[Sequences], tuple[Tensor | tuple[Tensor, Tensor], dict[str, Tensor]]]
 
 
-class PostTrainingModule(L.LightningModule):
+class PostTrainingModule(ModelOwner):
     """Base of the algorithms: a policy, its optimizer, and one optimizer step per Trainer batch.
 
     A subclass writes `training_step` and a loss that returns unreduced values, one per token or one per sequence;
@@ -87,33 +81,15 @@ class PostTrainingModule(L.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.tokenizer_path = tokenizer or model
         self.init_seed = run_seed() if init_seed is None else init_seed
-        self._directory: str | None = None
+        self._loaded_step = 0  # of the checkpoint that was read last
         self.eval_sampling = eval_sampling or SamplingParams(temperature=0.0)
         self.num_tokens_in_step = 0  # of the last optimizer step, over all processes
         self.make_guard = partial(NonFiniteGuard, max_nonfinite_steps)
         self.make_guard()  # which says so where the number makes no sense
         self.policy: Policy | None = None
-        # by the name of the submodule; the first is the one whose steps are counted
         self.trained: dict[str, Trained] = {}
 
-    # ---- models and files
-
-    @property
-    def strategy(self) -> FSDP2TPStrategy:
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, FSDP2TPStrategy):
-            raise ValueError(
-                f"trainer.strategy is {type(strategy).__name__}; rl2lightning modules need FSDP2TPStrategy "
-                "('fsdp2_tp'), which also serves a single device"
-            )
-        return strategy
-
-    def local_model_path(self) -> str:
-        """The model's directory on this machine, looked up (and downloaded) once; the first call is collective."""
-        if self._directory is None:
-            find = partial(resolve_model, self.model_path, weights=not self.random_init)
-            self._directory = str(self.strategy.on_one_rank_first(find))
-        return self._directory
+    # ---- what rollouts ask for
 
     def check_turns(self, max_turns: int) -> None:
         """Raises where the module cannot learn from trajectories of so many turns."""
@@ -125,118 +101,6 @@ class PostTrainingModule(L.LightningModule):
     def structured(self) -> bool:
         """Whether something is sampled in a structured form."""
         return self.eval_sampling.structured is not None
-
-    def configure_model(self) -> None:
-        ignore_misplaced_advice()
-        if not self.trained:  # Lightning calls this again for every fit, validate, …
-            self.build_models()
-            model = self.primary.model
-            num_parameters = sum(p.numel() for p in model.parameters())
-            num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            learn = f" ({num_trained / 1e6:,.2f} M learn)" if model.adapters is not None else ""
-            axes = zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True)  # type: ignore[union-attr, arg-type]
-            mesh = ", ".join(f"{name} {size}" for name, size in axes if size > 1) or "one process"
-            rank_zero_info(
-                f"{type(self).__name__} of {type(model.lm).__name__}: {num_parameters / 1e6:,.2f} M parameters{learn}, "
-                f"{self.trainer.precision}, {self.device}, {mesh}"
-            )
-
-    def build_models(self) -> None:
-        """Makes the models that learn and hands each to `train_model`, first the one whose steps are counted."""
-        self.policy = self.build_policy(trainable=True)
-        self.train_model("policy", self.policy, self.optimizer_config)
-
-    def train_model(self, name: str, model: PackedModel, optimizer: OptimizerConfig) -> None:
-        """Gives the submodule `name` an optimizer; `update(..., name)` steps it."""
-        self.trained[name] = Trained(model, optimizer, self.make_guard())
-
-    @property
-    def primary(self) -> Trained:
-        """The model whose optimizer steps are the Trainer's `global_step`."""
-        return next(iter(self.trained.values()))
-
-    def build_policy(self, *, trainable: bool) -> Policy:
-        return self.strategy.build_policy(
-            self.local_model_path(),
-            random_init=self.random_init,
-            seed=self.init_seed,
-            trainable=trainable,
-            lora=self.lora if trainable else None,
-            name=self.model_path,
-        )
-
-    def build_reference(self) -> Policy:
-        """The policy as it was in the model directory, frozen: with adapters, the model that they are on."""
-        if self.lora is None:
-            return self.build_policy(trainable=False)
-        assert self.policy is not None
-        return FrozenBase(self.policy)
-
-    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of the policy in the compute type, for an engine; every process must iterate."""
-        assert self.policy is not None
-        return merged_weights(self.policy, self.strategy.compute_dtype)
-
-    # of an engine that takes adapters as they are
-
-    @property
-    def adapter_rank(self) -> int | None:
-        return None if self.lora is None else self.lora.inner_size
-
-    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `policy_weights`, without the adapters."""
-        assert self.policy is not None and self.policy.adapters is not None
-        return gathered_weights(self.policy.adapters.frozen(), self.strategy.compute_dtype)
-
-    def policy_adapter(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-        """peft's description of the policy's adapter, and its tensors, which every process must iterate."""
-        assert self.policy is not None and self.policy.adapters is not None
-        adapters = self.policy.adapters
-        if adapters.copies:
-            raise ValueError(
-                f"an engine takes no modules trained whole ({', '.join(adapters.copies)}) beside an adapter: "
-                "set engine.init_args.lora to merged"
-            )
-        return plain_config(adapters.config), gathered_weights(adapters.trained(), self.strategy.compute_dtype)
-
-    def write_model_files(self, directory: Path) -> None:
-        """Config and tokenizer of the policy; checkpoints carry them, so that they can be exported alone."""
-        from transformers import AutoTokenizer
-
-        source = self.local_model_path()
-        load_config(source).save_pretrained(directory)
-        tokenizer = source if self.tokenizer_path == self.model_path else self.tokenizer_path
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
-        copy_generation_config(source, directory)
-        self.write_adapter_configs(directory)
-
-    def write_adapter_configs(self, directory: Path) -> None:
-        """What adapters of each model that learns are on and how they count; for `export`, too."""
-        for name, trained in self.trained.items():
-            if trained.model.adapters is not None:
-                write_config(plain_config(trained.model.adapters.config), directory / "adapters" / name)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}
-        checkpoint["adapter_scaling"] = self._adapter_scaling()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        states = checkpoint.get("nonfinite_steps", {})  # not in those of version 0.1.0
-        for name, trained in self.trained.items():  # fewer than were saved where nothing is to be learned
-            if name in states:
-                trained.guard.load_state_dict(states[name])
-        stored = checkpoint.get("adapter_scaling", {})
-        for name, factor in self._adapter_scaling().items():
-            if stored.get(name, factor) != factor:
-                raise ValueError(
-                    f"adapters of '{name}' counted {stored[name]:g}-fold in the checkpoint, {factor:g}-fold here: "
-                    "resume with the lora.rank, lora.alpha and lora.rslora it was made with"
-                )
-
-    def _adapter_scaling(self) -> dict[str, float]:
-        """What the adapters of each model that learns are multiplied by."""
-        models = {name: trained.model.adapters for name, trained in self.trained.items()}
-        return {name: scaling(plain_config(x.config)) for name, x in models.items() if x is not None}
 
     # ---- optimizers
 

@@ -140,7 +140,8 @@ class RowDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict[self.batch_setting]
-        if saved != self.global_batch_size:
+        goes_on = self._trainer.state.fn == TrainerFn.FITTING  # nothing else reads on where the checkpoint was
+        if saved != self.global_batch_size and goes_on:
             rank_zero_warn(
                 f"data.{self.batch_setting}={self.global_batch_size} was {saved} in the checkpoint: "
                 "some rows of this pass are seen twice or not at all"
