@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.algorithms.metrics import StepMetrics, share_of_loss
+from rl2lightning.algorithms.models import ModelOwner
 from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, adamw
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
@@ -81,7 +82,6 @@ class PostTrainingModule(ModelOwner):
         self.max_grad_norm = max_grad_norm
         self.tokenizer_path = tokenizer or model
         self.init_seed = run_seed() if init_seed is None else init_seed
-        self._loaded_step = 0  # of the checkpoint that was read last
         self.eval_sampling = eval_sampling or SamplingParams(temperature=0.0)
         self.num_tokens_in_step = 0  # of the last optimizer step, over all processes
         self.make_guard = partial(NonFiniteGuard, max_nonfinite_steps)
