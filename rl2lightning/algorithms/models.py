@@ -153,10 +153,10 @@ class ModelOwner(L.LightningModule):
         checkpoint["adapter_scaling"] = self._adapter_scaling()
 
     @property
-    def step(self) -> int:
+    def weights_step(self) -> int:
         """Optimizer steps behind the weights: the Trainer's, except where a checkpoint is only evaluated."""
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        return self.trainer.global_step if fitting else self._loaded_step
+        evaluates = self.trainer.state.fn != TrainerFn.FITTING and self.trainer.ckpt_path is not None
+        return self._loaded_step if evaluates else self.trainer.global_step
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._loaded_step = checkpoint["global_step"]

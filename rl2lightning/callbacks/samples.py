@@ -30,7 +30,7 @@ class Samples(L.Callback):
         self._shown: list[Trajectory] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._save(trainer, "train", batch)
+        self._save(trainer, "train", batch, pl_module.weights_step)
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -39,7 +39,7 @@ class Samples(L.Callback):
         if wanted > 0 and batch.trajectories:
             stride = max(1, len(batch.trajectories) // wanted)  # neighbours in a data set are often alike
             self._shown += batch.trajectories[::stride][:wanted]
-        self._save(trainer, "val", batch)
+        self._save(trainer, "val", batch, pl_module.weights_step)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         shown, self._shown = self._shown, []
@@ -48,13 +48,14 @@ class Samples(L.Callback):
         rows = [self._row(t) for t in shown]
         bar: Any = trainer.progress_bar_callback
         show = print if bar is None or bar.is_disabled else bar.print  # above the bar, not into it
-        show(f"\nstep {trainer.global_step}: sample completions\n{format_table(_COLUMNS, rows)}\n")
+        step = pl_module.weights_step
+        show(f"\nstep {step}: sample completions\n{format_table(_COLUMNS, rows)}\n")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_table("val/samples", columns=list(_COLUMNS), data=rows, step=trainer.global_step)
+                logger.log_table("val/samples", columns=list(_COLUMNS), data=rows, step=step)
             elif isinstance(logger, TensorBoardLogger):
                 lines = [" | ".join(_COLUMNS), " | ".join("---" for _ in _COLUMNS), *(" | ".join(row) for row in rows)]
-                logger.experiment.add_text("val/samples", "\n".join(lines), trainer.global_step)
+                logger.experiment.add_text("val/samples", "\n".join(lines), step)
 
     def _row(self, t: Trajectory) -> list[str]:
         prompt = next((str(m["content"]) for m in t.messages if m["role"] == "user"), "")
@@ -66,13 +67,13 @@ class Samples(L.Callback):
         half = self.max_characters // 2
         return text if len(text) <= self.max_characters else f"{text[:half]}…{text[-half + 1 :]}"
 
-    def _save(self, trainer: L.Trainer, kind: str, batch: Any) -> None:
+    def _save(self, trainer: L.Trainer, kind: str, batch: Any, step: int) -> None:
         if not self.save_rollouts or trainer.sanity_checking:
             return
         directory = Path(trainer.log_dir or trainer.default_root_dir) / "rollouts"  # a broadcast: on every process
         if not batch.trajectories:
             return
-        path = directory / f"{kind}-step{trainer.global_step:06d}-rank{trainer.global_rank}.jsonl"
+        path = directory / f"{kind}-step{step:06d}-rank{trainer.global_rank}.jsonl"
         write_records(path, map(trajectory_record, batch.trajectories), append=True)
 
 

@@ -60,6 +60,23 @@ def test_validation_shows_as_many_samples_as_asked_for(
     assert held_out[0]["messages"][0]["content"] in text
 
 
+def test_samples_of_a_checkpoint_are_those_of_its_step(
+    make_trainer, grpo, prompts, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def trainer(**settings):
+        return make_trainer(RolloutCallback(rewards=[digits]), Samples(save_rollouts=True), **settings)
+
+    fit = trainer(max_steps=2, limit_val_batches=0)
+    fit.fit(grpo(), datamodule=prompts())
+    fit.save_checkpoint(tmp_path / "two.ckpt")
+    assert fit.lightning_module.weights_step == 2
+    capsys.readouterr()
+    data = prompts(val_ratio=0.2, prompts_per_rollout=8)  # of which validation has no use
+    trainer().validate(grpo(), datamodule=data, ckpt_path=tmp_path / "two.ckpt", verbose=False)
+    assert "step 2: sample completions" in capsys.readouterr().out
+    assert (tmp_path / "rollouts" / "val-step000002-rank0.jsonl").is_file()
+
+
 def test_no_samples_no_table(make_trainer, grpo, prompts, capsys: pytest.CaptureFixture) -> None:
     trainer = make_trainer(RolloutCallback(rewards=[digits]), Samples(num_samples=0))
     trainer.validate(grpo(), datamodule=prompts(val_ratio=0.2), verbose=False)

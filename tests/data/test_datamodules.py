@@ -212,6 +212,7 @@ def test_a_new_fit_begins_at_the_first_row_and_a_changed_batch_size_warns(tmp_pa
     other = set_up(ChatDataModule(module.path, batch_size=3), make_trainer())
     with pytest.warns(UserWarning, match=r"data.batch_size=3 was 2 in the checkpoint"):
         other.load_state_dict(state)
+    set_up(ChatDataModule(module.path, batch_size=3), make_trainer(validating=True)).load_state_dict(state)
 
 
 def test_prompts_that_are_too_long_are_left_out_with_one_warning(tmp_path, make_trainer, chatml):
