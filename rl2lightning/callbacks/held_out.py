@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rl2lightning.rollout.loop import Job, RolloutResult
 from rl2lightning.types import ChatBatch, PromptBatch
 
 
-class HeldOutSamples(L.Callback):
+class HeldOutSamples(L.Callback, ABC):
     """Logs the means of what is sampled in validation and test, and writes down what is sampled in prediction.
 
     Args:
