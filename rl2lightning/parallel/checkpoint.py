@@ -67,8 +67,13 @@ class CheckpointError(RuntimeError):
 
 
 def beside(path: Path, suffix: Literal["incomplete", "old", "removed"]) -> Path:
-    """What a checkpoint is called before it is complete, while its successor takes its name, while it is deleted."""
-    return path.with_name(f"{path.name}.{suffix}")
+    """What a checkpoint is called before it is complete, while its successor takes its name, while it is deleted.
+
+    Lightning takes whatever has `ckpt_` in its name for the checkpoint of a job that is requeued, and reads the number
+    behind it; `locate` finds one that was being replaced, but nothing can be made of the other two.
+    """
+    name = path.name if suffix == "old" else path.name.replace("ckpt_", "ckpt-")
+    return path.with_name(f"{name}.{suffix}")
 
 
 def replace(source: Path, target: Path) -> None:

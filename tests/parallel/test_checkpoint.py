@@ -512,12 +512,24 @@ def test_the_newest_complete_checkpoint_is_found_whatever_it_is_called(tmp_path:
 
 
 def test_the_next_save_tidies_up(tiny_model: str, task: str, tmp_path: Path) -> None:
-    for name in ("x.ckpt.incomplete", "y.ckpt.removed", "z.ckpt.old", "last.ckpt.old", "z.ckpt"):
+    for name in ("x.ckpt.incomplete", "hpc_ckpt-3.ckpt.incomplete", "y.ckpt.removed", "z.ckpt.old", "last.ckpt.old", "z.ckpt"):
         fake(tmp_path / name, age=1)
     (tmp_path / "notes.old").mkdir()  # not ours
     module, data, _ = sft(tiny_model, task)
     trainer_for(tmp_path, every_step(tmp_path), max_steps=1).fit(module, datamodule=data)
     assert {p.name for p in tmp_path.iterdir()} == {"step=1.ckpt", "last.ckpt", "z.ckpt", "notes.old"}
+
+
+def test_a_job_that_is_requeued_goes_on_from_a_complete_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path)
+    connector = trainer._checkpoint_connector
+    ours = fake(tmp_path / "hpc_ckpt_2.ckpt", age=1)
+    for suffix in ("incomplete", "removed"):
+        fake(ckpt.beside(tmp_path / "hpc_ckpt_3.ckpt", suffix), age=0)
+    assert connector._hpc_resume_path == str(ours)
+    assert connector.hpc_save_path(str(tmp_path)) == str(tmp_path / "hpc_ckpt_3.ckpt")
+    os.replace(ours, ckpt.beside(ours, "old"))  # killed while it was being replaced: `locate` finds it
+    assert ckpt.is_complete(ckpt.locate(Path(str(connector._hpc_resume_path))))
 
 
 def test_last_is_the_newest_checkpoint_of_all_runs_of_the_directory(tiny_model: str, task: str, tmp_path: Path) -> None:
