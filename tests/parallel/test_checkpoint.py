@@ -512,7 +512,8 @@ def test_the_newest_complete_checkpoint_is_found_whatever_it_is_called(tmp_path:
 
 
 def test_the_next_save_tidies_up(tiny_model: str, task: str, tmp_path: Path) -> None:
-    for name in ("x.ckpt.incomplete", "hpc_ckpt-3.ckpt.incomplete", "y.ckpt.removed", "z.ckpt.old", "last.ckpt.old", "z.ckpt"):
+    left = ("x.ckpt.incomplete", "hpc_ckpt-3.ckpt.incomplete", "y.ckpt.removed")
+    for name in (*left, "z.ckpt.old", "last.ckpt.old", "z.ckpt"):
         fake(tmp_path / name, age=1)
     (tmp_path / "notes.old").mkdir()  # not ours
     module, data, _ = sft(tiny_model, task)
