@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from hand_made import sequences, t, torch_close
 
 from rl2lightning.estimators import AdvantageEstimator, GroupRelative, VTrace
 from rl2lightning.policy_losses import (
@@ -17,24 +18,6 @@ from rl2lightning.policy_losses import (
     mismatch_metrics,
 )
 from rl2lightning.types import Sequences
-
-t = torch.tensor
-torch_close = torch.testing.assert_close
-
-
-def sequences(mask_rows, group_ids=None, **fields):
-    """Sequences whose tokens are their positions; fields are given per row, like the masks (1 on actions)."""
-    masks = [[bool(x) for x in row] for row in mask_rows]
-    return Sequences.from_lists([list(range(len(row))) for row in masks], masks, group_ids, **fields)
-
-
-def rollout(seed=0):
-    """Two groups of two trajectories; the first trajectory has two turns."""
-    masks = [[0, 1, 1, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 0]]
-    generator = torch.Generator().manual_seed(seed)
-    seqs = sequences(masks, [0, 0, 1, 1])
-    names = ("rewards", "values", "old_logps", "rollout_logps")
-    return seqs.replace(**{name: torch.randn(14, generator=generator) * seqs.action_mask for name in names})
 
 
 def micro_batch():

@@ -5,8 +5,9 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 
-from rl2lightning import SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PreferenceDataModule
+from rl2lightning import SFT, ChatDataModule, OptimizerConfig, PreferenceDataModule
 
 
 @pytest.mark.parametrize(
@@ -31,28 +32,13 @@ def test_a_warm_up_as_long_as_the_run_does_not_divide_by_zero() -> None:
     assert [config.lr_at(step, 2) for step in range(3)] == [0.5, 1.0, 1.0]
 
 
-def trainer_for(root: Path, *callbacks: L.Callback, **settings) -> L.Trainer:
-    return L.Trainer(
-        strategy=FSDP2TPStrategy(),
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        default_root_dir=root,
-        logger=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
-
-
 def data_for(task: str, **settings) -> ChatDataModule:
     return ChatDataModule(f"conversations@{task}", **{"batch_size": 16, "max_length": 32, "val_ratio": 0.0, **settings})
 
 
 def test_a_run_without_an_end_is_refused(tiny_model: str, task: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set trainer\.max_steps or trainer\.max_epochs"):
-        trainer_for(tmp_path, max_epochs=-1).fit(SFT(tiny_model), datamodule=data_for(task))
+        quiet_trainer(tmp_path, max_steps=-1, max_epochs=-1).fit(SFT(tiny_model), datamodule=data_for(task))
 
 
 def test_every_step_takes_the_rate_of_the_schedule_and_decays_matrices_only(
@@ -67,7 +53,7 @@ def test_every_step_takes_the_rate_of_the_schedule_and_decays_matrices_only(
             decays.update({name: decay[id(p)] for name, p in pl_module.policy.lm.named_parameters()})
 
     config = OptimizerConfig(lr=0.01, weight_decay=0.3, schedule="linear", warmup_ratio=0.5)
-    trainer = trainer_for(tmp_path, Look(), max_epochs=1)  # 64 rows in batches of 16: 4 steps
+    trainer = quiet_trainer(tmp_path, Look(), max_steps=-1, max_epochs=1)  # 64 rows in batches of 16: 4 steps
     trainer.fit(SFT(tiny_model, optimizer=config), datamodule=data_for(task))
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.005])
     assert decays["model.layers.0.mlp.up_proj.weight"] == decays["model.embed_tokens.weight"] == 0.3
@@ -84,7 +70,7 @@ def test_gradients_are_scaled_down_to_the_norm_asked_for(tiny_model: str, task: 
 
     logged = []
     for max_norm in (0.01, 1e6, None):
-        trainer = trainer_for(tmp_path, Look(), max_steps=1)
+        trainer = quiet_trainer(tmp_path, Look())
         trainer.fit(SFT(tiny_model, max_grad_norm=max_norm), datamodule=data_for(task))
         logged.append(float(trainer.callback_metrics["train/grad_norm"]))
     assert norms == pytest.approx([0.01, logged[1], logged[1]], rel=1e-3)
@@ -93,13 +79,13 @@ def test_gradients_are_scaled_down_to_the_norm_asked_for(tiny_model: str, task: 
 
 def test_a_sequence_longer_than_the_budget_is_named_with_it(tiny_model: str, task: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"max_tokens_per_device"):
-        trainer_for(tmp_path, max_steps=1).fit(SFT(tiny_model, max_tokens_per_device=4), datamodule=data_for(task))
+        quiet_trainer(tmp_path).fit(SFT(tiny_model, max_tokens_per_device=4), datamodule=data_for(task))
 
 
 def test_the_held_out_loss_is_the_mean_over_all_held_out_tokens(tiny_model: str, task: str, tmp_path: Path) -> None:
     """However they are cut into batches, the last one smaller."""
     losses = [
-        trainer_for(tmp_path).validate(
+        quiet_trainer(tmp_path).validate(
             SFT(tiny_model), datamodule=data_for(task, val_ratio=0.2, val_batch_size=size), verbose=False
         )[0]["val/loss"]
         for size in (13, 5, 1)
@@ -113,7 +99,7 @@ def test_a_held_out_batch_without_a_finite_loss_is_not_left_out(
     losses = iter([torch.tensor(math.nan), torch.tensor(0.5)])
     monkeypatch.setattr(SFT, "evaluate", lambda *args, **kwargs: {"loss": next(losses)})
     data = data_for(task, val_ratio=0.125, val_batch_size=4)  # two batches
-    (metrics,) = trainer_for(tmp_path).validate(SFT(tiny_model), datamodule=data, verbose=False)
+    (metrics,) = quiet_trainer(tmp_path).validate(SFT(tiny_model), datamodule=data, verbose=False)
     assert math.isnan(metrics["val/loss"])
 
 
@@ -125,25 +111,16 @@ def test_a_constant_level_has_no_meaning_for_sft(tiny_model: str) -> None:
 def test_a_run_without_held_out_rows_trains_without_a_sanity_check_too(
     tiny_model: str, task: str, tmp_path: Path
 ) -> None:
-    trainer = trainer_for(tmp_path, max_steps=2, num_sanity_val_steps=0)
+    trainer = quiet_trainer(tmp_path, max_steps=2, num_sanity_val_steps=0)
     trainer.fit(SFT(tiny_model), datamodule=data_for(task))
     assert trainer.global_step == 2
     with pytest.raises(ValueError, match=r"no held-out rows: set data\.val_path or data\.val_ratio"):
-        trainer_for(tmp_path).validate(SFT(tiny_model), datamodule=data_for(task))
+        quiet_trainer(tmp_path).validate(SFT(tiny_model), datamodule=data_for(task))
 
 
 def test_pairs_are_not_imitated(tiny_model: str, tmp_path: Path) -> None:
     rows = [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(4)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     data = PreferenceDataModule(str(tmp_path / "pairs.jsonl"), batch_size=2, val_ratio=0)
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(),
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     with pytest.raises(ValueError, match="SFT would imitate both"):
-        trainer.fit(SFT(tiny_model), datamodule=data)
+        quiet_trainer(tmp_path).fit(SFT(tiny_model), datamodule=data)

@@ -1,27 +1,22 @@
 """DPO and its relatives: one step against plain PyTorch, one sequence at a time; held-out metrics; wrong data."""
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
+import cases
 import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl2lightning import DPO, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PreferenceDataModule, UnpairedDataModule
+from rl2lightning import DPO, ChatDataModule, OptimizerConfig, PreferenceDataModule, UnpairedDataModule
 from rl2lightning.models.lora import LoRAConfig
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.preference_losses import IPO, ORPO, Hinge, PreferenceLoss, Robust, Sigmoid, SimPO
-
-spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
-assert spec is not None
-assert spec.loader is not None
-cases = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cases)
 
 
 def plain_logps(model, seqs) -> list[torch.Tensor]:
@@ -171,16 +166,8 @@ def test_the_frozen_model_under_adapters_is_the_reference(tiny_model: str, tmp_p
                 self.loss = float(trainer.callback_metrics["train/loss"])
 
     first = First()
-    L.Trainer(
-        strategy=FSDP2TPStrategy(),
-        accelerator="cpu",
-        max_steps=3,
-        callbacks=[first],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, datamodule=cases.Share(cases.labelled(cases.LENGTHS), cases.ChatBatch, steps=3))
+    data = cases.Share(cases.labelled(cases.LENGTHS), cases.ChatBatch, steps=3)
+    quiet_trainer(tmp_path, first, max_steps=3).fit(module, datamodule=data)
     assert first.loss == pytest.approx(math.log(2), abs=1e-6)
     assert float(module.after["margin"]) > 0.1  # the policy has moved, its reference has not
 
@@ -206,27 +193,10 @@ def pair_rows(num: int = 24) -> list[dict]:
     return [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no" if i % 2 else "7" * 5} for i in range(num)]
 
 
-@pytest.fixture
-def trainer_for(tmp_path: Path) -> Callable[..., L.Trainer]:
-    def make(*callbacks: L.Callback, **settings) -> L.Trainer:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        return L.Trainer(
-            strategy=FSDP2TPStrategy(),
-            accelerator="cpu",
-            callbacks=list(callbacks),
-            default_root_dir=tmp_path,
-            use_distributed_sampler=False,
-            enable_model_summary=False,
-            **{"max_steps": 1, "num_sanity_val_steps": 0, **quiet, **settings},
-        )
-
-    return make
-
-
 QUICK = OptimizerConfig(lr=1e-3, schedule="constant", warmup_ratio=0.0)
 
 
-def test_held_out_means_do_not_depend_on_the_batches(tiny_model: str, tmp_path: Path, trainer_for, capsys) -> None:
+def test_held_out_means_do_not_depend_on_the_batches(tiny_model: str, tmp_path: Path, capsys) -> None:
     """Pairs and chosen tokens are not in the same proportion in each of them."""
     path = write_pairs(tmp_path / "pairs.jsonl", pair_rows())
     loss = Sigmoid(nll_coef=1.0)
@@ -234,7 +204,7 @@ def test_held_out_means_do_not_depend_on_the_batches(tiny_model: str, tmp_path: 
     for size in (8, 3):
         data = PreferenceDataModule(path, val_ratio=1 / 3, val_batch_size=size, batch_size=4)
         module = cases.OtherDPO(tiny_model, preference_loss=loss)
-        trainer = trainer_for(enable_progress_bar=True)
+        trainer = quiet_trainer(tmp_path, enable_progress_bar=True)
         results.append(trainer.validate(module, datamodule=data)[0])
     assert results[0] == pytest.approx(results[1], rel=1e-5)
     assert set(results[0]) == {
@@ -248,9 +218,9 @@ def test_held_out_means_do_not_depend_on_the_batches(tiny_model: str, tmp_path: 
     assert "val/margin" in capsys.readouterr().out  # the table
 
 
-def test_training_raises_the_margin_of_the_pairs_it_sees(tiny_model: str, tmp_path: Path, trainer_for) -> None:
+def test_training_raises_the_margin_of_the_pairs_it_sees(tiny_model: str, tmp_path: Path) -> None:
     data = PreferenceDataModule(write_pairs(tmp_path / "pairs.jsonl", pair_rows()), val_ratio=0.0, batch_size=24)
-    trainer = trainer_for(max_steps=6)
+    trainer = quiet_trainer(tmp_path, max_steps=6)
     trainer.fit(DPO(tiny_model, optimizer=QUICK), datamodule=data)
     assert float(trainer.callback_metrics["train/pair_accuracy"]) == 1
     assert float(trainer.callback_metrics["train/loss"]) < 0.6
@@ -262,10 +232,10 @@ class Weights(L.Callback):
 
 
 @pytest.mark.parametrize("reference", ["live", "precomputed"])
-def test_a_run_that_goes_on_is_the_same_bit_for_bit(tiny_model, tmp_path: Path, trainer_for, reference: str) -> None:
+def test_a_run_that_goes_on_is_the_same_bit_for_bit(tiny_model, tmp_path: Path, reference: str) -> None:
     def fit(steps: int, ckpt: str | None = None) -> dict[str, torch.Tensor]:
         weights = Weights()
-        trainer = trainer_for(weights, max_steps=steps)
+        trainer = quiet_trainer(tmp_path, weights, max_steps=steps)
         data = PreferenceDataModule(write_pairs(tmp_path / "pairs.jsonl", pair_rows()), val_ratio=0.0, batch_size=8)
         module = DPO(tiny_model, optimizer=QUICK, reference=reference)  # type: ignore[arg-type]
         trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=False)
@@ -282,23 +252,23 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(tiny_model, tmp_path: Path, 
     assert all(torch.equal(resumed[name], x) for name, x in whole.items())
 
 
-def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_path: Path, trainer_for) -> None:
+def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_path: Path) -> None:
     rows = pair_rows(4)
     rows[1]["rejected"] = rows[1]["chosen"]
     rows[2]["chosen"] = ""
     path = write_pairs(tmp_path / "pairs.jsonl", rows)
-    trainer = trainer_for()
+    trainer = quiet_trainer(tmp_path)
     trainer.fit(DPO(tiny_model), datamodule=PreferenceDataModule(path, val_ratio=0.0, batch_size=4))
     assert float(trainer.callback_metrics["train/dropped_samples"]) == 2
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
     path = write_pairs(tmp_path / "alike.jsonl", [{**row, "rejected": row["chosen"]} for row in rows])
-    trainer = trainer_for()
+    trainer = quiet_trainer(tmp_path)
     with pytest.warns(UserWarning, match="every sample of this step was dropped"):
         trainer.fit(DPO(tiny_model), datamodule=PreferenceDataModule(path, val_ratio=0.0, batch_size=4))
     assert trainer.global_step == 1
 
 
-def test_what_is_no_pair_is_refused(tiny_model: str, tmp_path: Path, trainer_for) -> None:
+def test_what_is_no_pair_is_refused(tiny_model: str, tmp_path: Path) -> None:
     labelled = [{"messages": f"{i}+1=", "completion": str(i + 1), "label": i > 0} for i in range(4)]
     chats = [{"prompt": f"{i}+1=", "reply": str(i + 1)} for i in range(4)]
     chat_data = {"prompt_key": "prompt", "response_key": "reply", "val_ratio": 0.0, "batch_size": 4}
@@ -307,12 +277,10 @@ def test_what_is_no_pair_is_refused(tiny_model: str, tmp_path: Path, trainer_for
         (ChatDataModule(write_pairs(tmp_path / "c.jsonl", chats), **chat_data), "say nothing of which is better"),
     ):
         with pytest.raises(ValueError, match=message):
-            trainer_for().fit(DPO(tiny_model, reference="live"), datamodule=data)
+            quiet_trainer(tmp_path).fit(DPO(tiny_model, reference="live"), datamodule=data)
 
 
-def test_a_sampled_validation_and_predictions_come_from_the_prompts(
-    tiny_model: str, tmp_path: Path, trainer_for
-) -> None:
+def test_a_sampled_validation_and_predictions_come_from_the_prompts(tiny_model: str, tmp_path: Path) -> None:
     from rl2lightning import HFEngine, RolloutCallback
     from rl2lightning.rewards import ExactMatch
     from rl2lightning.types import SamplingParams
@@ -320,13 +288,13 @@ def test_a_sampled_validation_and_predictions_come_from_the_prompts(
     rows = [{**row, "answer": row["chosen"]} for row in pair_rows()]
     data = PreferenceDataModule(write_pairs(tmp_path / "pairs.jsonl", rows), val_ratio=0.25, batch_size=4)
     module = DPO(tiny_model, eval_sampling=SamplingParams(max_tokens=4, temperature=0.0))
-    metrics = trainer_for(RolloutCallback(HFEngine(), rewards=[ExactMatch()])).validate(
-        module, datamodule=data, verbose=False
-    )[0]
+    trainer = quiet_trainer(tmp_path, RolloutCallback(HFEngine(), rewards=[ExactMatch()]))
+    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
     assert metrics["val/accuracy"] == 0  # of what a model of random weights says
     assert metrics["val/response_length"] > 0
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
-    predictions = trainer_for(RolloutCallback(HFEngine(), rewards=[ExactMatch()])).predict(module, datamodule=data)
+    trainer = quiet_trainer(tmp_path, RolloutCallback(HFEngine(), rewards=[ExactMatch()]))
+    predictions = trainer.predict(module, datamodule=data)
     assert sum(len(batch) for batch in predictions) == 6
     with (tmp_path / "completions.jsonl").open() as file:
         assert [json.loads(line)["messages"][-1]["role"] for line in file] == ["assistant"] * 6

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 from torch import nn
 
-from rl2lightning import GRPO, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
+from rl2lightning import GRPO, OptimizerConfig, PromptDataModule, RolloutCallback
 from rl2lightning.estimators import GAE, GroupRelative, MonteCarlo, VTrace
 from rl2lightning.policy_losses import KLPenalty, MismatchCorrection, Reinforce
 from rl2lightning.types import SamplingParams, Sequences, StructuredOutput
@@ -260,18 +261,7 @@ def fit(model: str, task: str, root: Path, *, steps: int, callbacks: tuple = (),
         samples_per_prompt=4,
         **settings,
     )
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(),
-        accelerator="cpu",
-        callbacks=[watch, *(callbacks or [RolloutCallback(environment=task)])],
-        default_root_dir=root,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(root, watch, *(callbacks or [RolloutCallback(environment=task)]), max_steps=steps)
     trainer.fit(module, datamodule=PromptDataModule(f"prompts@{task}", prompts_per_rollout=4, val_ratio=0.0))
     return watch
 
@@ -351,19 +341,8 @@ def test_the_order_of_several_updates_follows_the_seed_of_the_run(scored, monkey
 @pytest.mark.parametrize("settings", [{"kl": KLPenalty(0.1)}, {"updates_per_rollout": 2}])
 def test_bf16_true_scores_and_trains(tiny_model: str, task: str, tmp_path: Path, settings: dict) -> None:
     module = GRPO(tiny_model, sampling=SamplingParams(max_tokens=4), samples_per_prompt=4, **settings)
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(),
-        accelerator="cpu",
-        precision="bf16-true",
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        limit_val_batches=0,
-        callbacks=[RolloutCallback(environment=task)],
-    )
+    options = {"precision": "bf16-true", "max_steps": 2, "limit_val_batches": 0}
+    trainer = quiet_trainer(tmp_path, RolloutCallback(environment=task), **options)
     trainer.fit(module, datamodule=PromptDataModule(f"prompts@{task}", prompts_per_rollout=4))
     assert {p.dtype for p in module.policy.parameters()} == {torch.bfloat16}
     assert torch.isfinite(trainer.callback_metrics["train/grad_norm"])

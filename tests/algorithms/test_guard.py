@@ -5,9 +5,10 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 from torch import nn
 
-from rl2lightning import SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, Preemption
+from rl2lightning import SFT, ChatDataModule, OptimizerConfig, Preemption
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.parallel import checkpoint as ckpt
 from rl2lightning.types import NonFiniteError
@@ -114,17 +115,7 @@ def fit(model: str, task: str, root: Path, bad_steps: tuple[int, ...], *, steps:
     )
     module.bad_steps = bad_steps
     record = Record()
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(),
-        accelerator="cpu",
-        callbacks=[record, Preemption()],
-        default_root_dir=root,
-        logger=False,
-        max_steps=steps,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(root, record, Preemption(), max_steps=steps, enable_checkpointing=True)
     data = ChatDataModule(f"conversations@{task}", batch_size=8, max_length=32, val_ratio=0.0)
     return trainer, module, data, record
 

@@ -1,25 +1,18 @@
 """KTO: one step against plain PyTorch, the reference point, and samples that are not what it needs."""
 
-import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import lightning as L
+import cases
 import pytest
 import torch
+from quiet import quiet_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl2lightning import KTO, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PreferenceDataModule, UnpairedDataModule
+from rl2lightning import KTO, ChatDataModule, OptimizerConfig, PreferenceDataModule, UnpairedDataModule
 from rl2lightning.algorithms.kto import mismatched
 from rl2lightning.preference_losses import KTOLoss
 from rl2lightning.types import Sequences
-
-spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
-assert spec is not None
-assert spec.loader is not None
-cases = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cases)
 
 
 def samples(token_ids, starts, labels=None) -> Sequences:
@@ -155,23 +148,6 @@ def test_a_held_out_batch_without_a_finite_loss_is_not_left_out(monkeypatch: pyt
 # ---- data modules
 
 
-@pytest.fixture
-def trainer_for(tmp_path: Path) -> Callable[..., L.Trainer]:
-    def make(*callbacks: L.Callback, **settings) -> L.Trainer:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        return L.Trainer(
-            strategy=FSDP2TPStrategy(),
-            accelerator="cpu",
-            callbacks=list(callbacks),
-            default_root_dir=tmp_path,
-            use_distributed_sampler=False,
-            enable_model_summary=False,
-            **{"max_steps": 1, "num_sanity_val_steps": 0, **quiet, **settings},
-        )
-
-    return make
-
-
 def write(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -181,46 +157,29 @@ LABELLED = [{"messages": f"{i}+1=", "completion": str(i + i % 2), "label": i % 2
 QUICK = OptimizerConfig(lr=1e-3, schedule="constant", warmup_ratio=0.0)
 
 
-def test_training_parts_desirable_from_undesirable(tiny_model: str, tmp_path: Path, trainer_for) -> None:
+def test_training_parts_desirable_from_undesirable(tiny_model: str, tmp_path: Path) -> None:
     data = UnpairedDataModule(write(tmp_path / "rows.jsonl", LABELLED), val_ratio=0.25, batch_size=12)
-    trainer = trainer_for(max_steps=8)
+    trainer = quiet_trainer(tmp_path, max_steps=8)
     module = KTO(tiny_model, optimizer=QUICK, kto_loss=KTOLoss(beta=0.5))
     trainer.fit(module, datamodule=data)
     assert float(trainer.callback_metrics["train/margin"]) > 1
-    held_out = trainer_for().validate(module, datamodule=data, verbose=False)[0]
+    held_out = quiet_trainer(tmp_path).validate(module, datamodule=data, verbose=False)[0]
     names = ("loss", "margin", "label_accuracy", "kl", "desirable_reward", "undesirable_reward")
     assert {f"val/{name}" for name in names} <= set(held_out)
 
 
-def test_pairs_are_two_labelled_samples_each(tiny_model: str, tmp_path: Path, trainer_for) -> None:
+def test_pairs_are_two_labelled_samples_each(tiny_model: str, tmp_path: Path) -> None:
     pairs = [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no", "margin": i} for i in range(4)]
     pairs[3]["rejected"] = pairs[3]["chosen"]
     data = PreferenceDataModule(write(tmp_path / "pairs.jsonl", pairs), val_ratio=0.0, batch_size=4)
-    trainer = trainer_for()
+    trainer = quiet_trainer(tmp_path)
     trainer.fit(KTO(tiny_model), datamodule=data)
     assert float(trainer.callback_metrics["train/dropped_samples"]) == 1  # a pair
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(0.5, abs=1e-6)
 
 
-def test_conversations_without_labels_are_refused(tiny_model: str, tmp_path: Path, trainer_for) -> None:
+def test_conversations_without_labels_are_refused(tiny_model: str, tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", [{"prompt": "1+1=", "reply": "2"}] * 4)
     data = ChatDataModule(path, prompt_key="prompt", response_key="reply", val_ratio=0.0, batch_size=4)
     with pytest.raises(ValueError, match="say nothing of which is desirable: use UnpairedDataModule"):
-        trainer_for().fit(KTO(tiny_model), datamodule=data)
-
-
-def test_a_run_that_goes_on_is_the_same_bit_for_bit(tiny_model: str, tmp_path: Path, trainer_for) -> None:
-    path = write(tmp_path / "rows.jsonl", LABELLED)
-
-    def fit(steps: int, ckpt: str | None = None) -> dict[str, torch.Tensor]:
-        trainer = trainer_for(max_steps=steps)
-        module = KTO(tiny_model, optimizer=QUICK)
-        data = UnpairedDataModule(path, val_ratio=0.0, batch_size=4)
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=False)
-        if steps == 2:
-            trainer.save_checkpoint(tmp_path / "two.ckpt")
-        return {name: w.clone() for name, w in module.policy_weights()}
-
-    whole, _ = fit(4), fit(2)
-    resumed = fit(4, str(tmp_path / "two.ckpt"))
-    assert all(torch.equal(resumed[name], x) for name, x in whole.items())
+        quiet_trainer(tmp_path).fit(KTO(tiny_model), datamodule=data)

@@ -1,13 +1,14 @@
 """PPO: a step of both models against plain PyTorch, what a rollout becomes, when the policy rests, its checkpoints."""
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
+import cases
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from quiet import quiet_trainer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -26,12 +27,6 @@ from rl2lightning.estimators import GAE, GroupRelative, MonteCarlo, VTrace
 from rl2lightning.export import export
 from rl2lightning.policy_losses import KLPenalty, MismatchCorrection, Reinforce
 from rl2lightning.types import PromptBatch, Sequences
-
-spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
-assert spec is not None
-assert spec.loader is not None
-cases = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cases)
 
 # ---- two steps on a rollout, one sequence at a time, with full logits and Hugging Face's own forward
 
@@ -401,18 +396,15 @@ def fit(
         }
         | settings,
     )
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
+        root,
+        watch,
+        RolloutCallback(environment=task),
+        *callbacks,
         strategy=FSDP2TPStrategy(offload=offload),
-        accelerator="cpu",
-        callbacks=[watch, RolloutCallback(environment=task), *callbacks],
-        default_root_dir=root,
         max_steps=steps,
         limit_val_batches=0,
-        logger=False,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = PromptDataModule(f"prompts@{task}", prompts_per_rollout=8, val_ratio=0.0)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -480,10 +472,7 @@ def test_a_warm_up_moves_the_critic_alone(tiny_model: str, task: str, tmp_path: 
 def test_a_warm_up_without_a_critic_is_refused(tiny_model: str, task: str, tmp_path: Path) -> None:
     from rl2lightning import GRPO
 
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(), accelerator="cpu", callbacks=[CriticWarmup(3)], max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, CriticWarmup(3), limit_val_batches=0)
     with pytest.raises(ValueError, match="GRPO has no critic to warm up: take CriticWarmup out, or use PPO"):
         trainer.fit(GRPO(tiny_model), datamodule=PromptDataModule(f"prompts@{task}", prompts_per_rollout=4))
 
@@ -550,11 +539,7 @@ def test_validation_of_a_checkpoint_builds_no_critic_and_a_fit_after_it_does(
     _, _, trainer = fit(tiny_model, task, tmp_path, steps=1, epochs=2)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     module = PPO(tiny_model, sampling=SamplingParams(max_tokens=6), epochs=2)
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(), accelerator="cpu", callbacks=[RolloutCallback(environment=task)], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_steps=2,
-        use_distributed_sampler=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, RolloutCallback(environment=task), max_steps=2)
     data = PromptDataModule(f"prompts@{task}", prompts_per_rollout=8, val_ratio=0.1)
     trainer.validate(module, datamodule=data, ckpt_path=tmp_path / "one.ckpt", verbose=False)
     assert module.critic is None

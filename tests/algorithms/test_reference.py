@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 from safetensors.torch import load_file, save_file
 
-from rl2lightning import DPO, FSDP2TPStrategy, PreferenceDataModule
+from rl2lightning import DPO, PreferenceDataModule
 from rl2lightning.algorithms import reference
 from rl2lightning.algorithms.reference import PrecomputedReference, model_key, sequence_keys
 from rl2lightning.types import Sequences
@@ -141,18 +141,7 @@ def scored(tmp_path: Path) -> Callable[..., int]:
     def run(model: Path | str, rows: list[dict], *, stage: str = "fit", **settings) -> int:
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        trainer = L.Trainer(
-            strategy=FSDP2TPStrategy(),
-            accelerator="cpu",
-            max_steps=2,
-            default_root_dir=tmp_path / "runs",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            num_sanity_val_steps=-1,
-        )
+        trainer = quiet_trainer(tmp_path / "runs", max_steps=2, num_sanity_val_steps=-1)
         module = Counted(str(model), **settings)
         data = PreferenceDataModule(str(path), batch_size=4, val_ratio=0.25)
         if stage == "fit":
@@ -201,18 +190,8 @@ def test_rows_that_nobody_read_beforehand_are_an_error(tiny_model: str, tmp_path
             return super().read_ahead(training=False)
 
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(8)))
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(),
-        accelerator="cpu",
-        max_steps=1,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    data = Changing(str(tmp_path / "pairs.jsonl"), batch_size=4, val_ratio=0.25)
     with pytest.raises(
         ValueError, match=r"8 of 8 sequences were not among the rows .* set model\.init_args\.reference"
     ):
-        trainer.fit(DPO(tiny_model), datamodule=Changing(str(tmp_path / "pairs.jsonl"), batch_size=4, val_ratio=0.25))
+        quiet_trainer(tmp_path).fit(DPO(tiny_model), datamodule=data)

@@ -1,13 +1,13 @@
 """The reward model: one step against plain Hugging Face models, what is held out, what is refused, what is exported."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
 
-import lightning as L
+import cases
 import pytest
 import torch
+from quiet import quiet_trainer
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -18,12 +18,6 @@ from rl2lightning.models.build import load_config, scalar_config
 from rl2lightning.models.serving import load_scalar_model
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.types import ChatBatch, Sequences
-
-spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
-assert spec is not None
-assert spec.loader is not None
-cases = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cases)
 
 PAIRS = [
     {"messages": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(4)
@@ -264,17 +258,7 @@ def test_a_reward_model_generates_nothing(tiny_model: str, task: str, tmp_path: 
 def checkpoint(tiny_model: str, task: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a few steps."""
     root = tmp_path_factory.mktemp("trained")
-    trainer = L.Trainer(
-        strategy="fsdp2_tp",
-        accelerator="cpu",
-        max_steps=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        default_root_dir=root,
-    )
+    trainer = quiet_trainer(root, max_steps=3)
     trainer.fit(reward_model(tiny_model), datamodule=PreferenceDataModule(f"pairs@{task}", batch_size=8))
     trainer.save_checkpoint(root / "rm.ckpt")
     return root / "rm.ckpt"

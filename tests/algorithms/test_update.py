@@ -3,10 +3,10 @@
 Loss and gradient norm of the step are pinned besides: a change that moves both sides, as of the weights, shows there.
 """
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import yaml
@@ -15,12 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2lightning import GRPO
 from rl2lightning.types import Sequences
-
-spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
-assert spec is not None
-assert spec.loader is not None
-cases = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cases)
 
 
 def plain_logps(model, seqs: Sequences) -> list[torch.Tensor]:

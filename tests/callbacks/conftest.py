@@ -1,10 +1,12 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import lightning as L
 import pytest
+from quiet import quiet_trainer
 
-from rl2lightning import GRPO, FSDP2TPStrategy, HFEngine, OptimizerConfig, PromptDataModule
+from rl2lightning import GRPO, HFEngine, OptimizerConfig, PromptDataModule
 from rl2lightning.types import Completion, SamplingParams
 
 
@@ -49,20 +51,7 @@ def engine() -> WatchedEngine:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., L.Trainer]:
-    def make(*callbacks: L.Callback, **settings) -> L.Trainer:
-        defaults = {"logger": False, "enable_checkpointing": False, "max_steps": 1}
-        return L.Trainer(
-            strategy=FSDP2TPStrategy(),
-            accelerator="cpu",
-            callbacks=list(callbacks),
-            default_root_dir=tmp_path,
-            use_distributed_sampler=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **(defaults | settings),
-        )
-
-    return make
+    return partial(quiet_trainer, tmp_path)
 
 
 @pytest.fixture
