@@ -1,10 +1,10 @@
-import json
 import math
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from files import write_rows
 from quiet import quiet_trainer
 
 from rl2lightning import SFT, ChatDataModule, OptimizerConfig, PreferenceDataModule
@@ -120,7 +120,6 @@ def test_a_run_without_held_out_rows_trains_without_a_sanity_check_too(
 
 def test_pairs_are_not_imitated(tiny_model: str, tmp_path: Path) -> None:
     rows = [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(4)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    data = PreferenceDataModule(str(tmp_path / "pairs.jsonl"), batch_size=2, val_ratio=0)
+    data = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", rows), batch_size=2, val_ratio=0)
     with pytest.raises(ValueError, match="SFT would imitate both"):
         quiet_trainer(tmp_path).fit(SFT(tiny_model), datamodule=data)

@@ -9,6 +9,8 @@ import cases
 import lightning as L
 import pytest
 import torch
+from files import write_rows
+from plain import plain_logps
 from quiet import quiet_trainer
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,17 +19,6 @@ from rl2lightning import DPO, ChatDataModule, OptimizerConfig, PreferenceDataMod
 from rl2lightning.models.lora import LoRAConfig
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.preference_losses import IPO, ORPO, Hinge, PreferenceLoss, Robust, Sigmoid, SimPO
-
-
-def plain_logps(model, seqs) -> list[torch.Tensor]:
-    """Log-probs of the actions of each sequence."""
-    out = []
-    for i in range(len(seqs)):
-        one = seqs.select([i])
-        logits = model(input_ids=one.input_ids[None]).logits[0, :-1]
-        logps = logits.log_softmax(-1).gather(1, one.input_ids[1:, None])[:, 0]
-        out.append(logps[one.action_mask[1:]])
-    return out
 
 
 def other_reference(path: str):
@@ -184,11 +175,6 @@ def test_losses_without_reference_load_none(tiny_model: str, tmp_path: Path) -> 
 # ---- a data module of its own, as a user has it
 
 
-def write_pairs(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def pair_rows(num: int = 24) -> list[dict]:
     return [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no" if i % 2 else "7" * 5} for i in range(num)]
 
@@ -198,7 +184,7 @@ QUICK = OptimizerConfig(lr=1e-3, schedule="constant", warmup_ratio=0.0)
 
 def test_held_out_means_do_not_depend_on_the_batches(tiny_model: str, tmp_path: Path, capsys) -> None:
     """Pairs and chosen tokens are not in the same proportion in each of them."""
-    path = write_pairs(tmp_path / "pairs.jsonl", pair_rows())
+    path = write_rows(tmp_path / "pairs.jsonl", pair_rows())
     loss = Sigmoid(nll_coef=1.0)
     results = []
     for size in (8, 3):
@@ -219,7 +205,7 @@ def test_held_out_means_do_not_depend_on_the_batches(tiny_model: str, tmp_path: 
 
 
 def test_training_raises_the_margin_of_the_pairs_it_sees(tiny_model: str, tmp_path: Path) -> None:
-    data = PreferenceDataModule(write_pairs(tmp_path / "pairs.jsonl", pair_rows()), val_ratio=0.0, batch_size=24)
+    data = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", pair_rows()), val_ratio=0.0, batch_size=24)
     trainer = quiet_trainer(tmp_path, max_steps=6)
     trainer.fit(DPO(tiny_model, optimizer=QUICK), datamodule=data)
     assert float(trainer.callback_metrics["train/pair_accuracy"]) == 1
@@ -236,7 +222,7 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(tiny_model, tmp_path: Path, 
     def fit(steps: int, ckpt: str | None = None) -> dict[str, torch.Tensor]:
         weights = Weights()
         trainer = quiet_trainer(tmp_path, weights, max_steps=steps)
-        data = PreferenceDataModule(write_pairs(tmp_path / "pairs.jsonl", pair_rows()), val_ratio=0.0, batch_size=8)
+        data = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", pair_rows()), val_ratio=0.0, batch_size=8)
         module = DPO(tiny_model, optimizer=QUICK, reference=reference)  # type: ignore[arg-type]
         trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=False)
         if steps == 2:
@@ -256,12 +242,12 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_p
     rows = pair_rows(4)
     rows[1]["rejected"] = rows[1]["chosen"]
     rows[2]["chosen"] = ""
-    path = write_pairs(tmp_path / "pairs.jsonl", rows)
+    path = write_rows(tmp_path / "pairs.jsonl", rows)
     trainer = quiet_trainer(tmp_path)
     trainer.fit(DPO(tiny_model), datamodule=PreferenceDataModule(path, val_ratio=0.0, batch_size=4))
     assert float(trainer.callback_metrics["train/dropped_samples"]) == 2
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
-    path = write_pairs(tmp_path / "alike.jsonl", [{**row, "rejected": row["chosen"]} for row in rows])
+    path = write_rows(tmp_path / "alike.jsonl", [{**row, "rejected": row["chosen"]} for row in rows])
     trainer = quiet_trainer(tmp_path)
     with pytest.warns(UserWarning, match="every sample of this step was dropped"):
         trainer.fit(DPO(tiny_model), datamodule=PreferenceDataModule(path, val_ratio=0.0, batch_size=4))
@@ -273,8 +259,8 @@ def test_what_is_no_pair_is_refused(tiny_model: str, tmp_path: Path) -> None:
     chats = [{"prompt": f"{i}+1=", "reply": str(i + 1)} for i in range(4)]
     chat_data = {"prompt_key": "prompt", "response_key": "reply", "val_ratio": 0.0, "batch_size": 4}
     for data, message in (
-        (UnpairedDataModule(write_pairs(tmp_path / "u.jsonl", labelled), val_ratio=0.0, batch_size=4), "a pair is a"),
-        (ChatDataModule(write_pairs(tmp_path / "c.jsonl", chats), **chat_data), "say nothing of which is better"),
+        (UnpairedDataModule(write_rows(tmp_path / "u.jsonl", labelled), val_ratio=0.0, batch_size=4), "a pair is a"),
+        (ChatDataModule(write_rows(tmp_path / "c.jsonl", chats), **chat_data), "say nothing of which is better"),
     ):
         with pytest.raises(ValueError, match=message):
             quiet_trainer(tmp_path).fit(DPO(tiny_model, reference="live"), datamodule=data)
@@ -286,7 +272,7 @@ def test_a_sampled_validation_and_predictions_come_from_the_prompts(tiny_model: 
     from rl2lightning.types import SamplingParams
 
     rows = [{**row, "answer": row["chosen"]} for row in pair_rows()]
-    data = PreferenceDataModule(write_pairs(tmp_path / "pairs.jsonl", rows), val_ratio=0.25, batch_size=4)
+    data = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", rows), val_ratio=0.25, batch_size=4)
     module = DPO(tiny_model, eval_sampling=SamplingParams(max_tokens=4, temperature=0.0))
     trainer = quiet_trainer(tmp_path, RolloutCallback(HFEngine(), rewards=[ExactMatch()]))
     (metrics,) = trainer.validate(module, datamodule=data, verbose=False)

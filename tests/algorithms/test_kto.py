@@ -1,11 +1,12 @@
 """KTO: one step against plain PyTorch, the reference point, and samples that are not what it needs."""
 
-import json
 from pathlib import Path
 
 import cases
 import pytest
 import torch
+from files import write_rows
+from plain import plain_logps
 from quiet import quiet_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,13 +63,7 @@ def test_what_an_answer_does_not_train_on_is_not_counted_behind_another_prompt_e
 
 
 def plain_sums(model, seqs: Sequences) -> torch.Tensor:
-    out = []
-    for i in range(len(seqs)):
-        one = seqs.select([i])
-        logits = model(input_ids=one.input_ids[None]).logits[0, :-1]
-        logps = logits.log_softmax(-1).gather(1, one.input_ids[1:, None])[:, 0]
-        out.append(logps[one.action_mask[1:]].sum())
-    return torch.stack(out)
+    return torch.stack([logps.sum() for logps in plain_logps(model, seqs)])
 
 
 def plain_models(path: str):
@@ -148,17 +143,12 @@ def test_a_held_out_batch_without_a_finite_loss_is_not_left_out(monkeypatch: pyt
 # ---- data modules
 
 
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 LABELLED = [{"messages": f"{i}+1=", "completion": str(i + i % 2), "label": i % 2 == 1} for i in range(16)]
 QUICK = OptimizerConfig(lr=1e-3, schedule="constant", warmup_ratio=0.0)
 
 
 def test_training_parts_desirable_from_undesirable(tiny_model: str, tmp_path: Path) -> None:
-    data = UnpairedDataModule(write(tmp_path / "rows.jsonl", LABELLED), val_ratio=0.25, batch_size=12)
+    data = UnpairedDataModule(write_rows(tmp_path / "rows.jsonl", LABELLED), val_ratio=0.25, batch_size=12)
     trainer = quiet_trainer(tmp_path, max_steps=8)
     module = KTO(tiny_model, optimizer=QUICK, kto_loss=KTOLoss(beta=0.5))
     trainer.fit(module, datamodule=data)
@@ -171,7 +161,7 @@ def test_training_parts_desirable_from_undesirable(tiny_model: str, tmp_path: Pa
 def test_pairs_are_two_labelled_samples_each(tiny_model: str, tmp_path: Path) -> None:
     pairs = [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no", "margin": i} for i in range(4)]
     pairs[3]["rejected"] = pairs[3]["chosen"]
-    data = PreferenceDataModule(write(tmp_path / "pairs.jsonl", pairs), val_ratio=0.0, batch_size=4)
+    data = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", pairs), val_ratio=0.0, batch_size=4)
     trainer = quiet_trainer(tmp_path)
     trainer.fit(KTO(tiny_model), datamodule=data)
     assert float(trainer.callback_metrics["train/dropped_samples"]) == 1  # a pair
@@ -179,7 +169,7 @@ def test_pairs_are_two_labelled_samples_each(tiny_model: str, tmp_path: Path) ->
 
 
 def test_conversations_without_labels_are_refused(tiny_model: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "chats.jsonl", [{"prompt": "1+1=", "reply": "2"}] * 4)
+    path = write_rows(tmp_path / "chats.jsonl", [{"prompt": "1+1=", "reply": "2"}] * 4)
     data = ChatDataModule(path, prompt_key="prompt", response_key="reply", val_ratio=0.0, batch_size=4)
     with pytest.raises(ValueError, match="say nothing of which is desirable: use UnpairedDataModule"):
         quiet_trainer(tmp_path).fit(KTO(tiny_model), datamodule=data)

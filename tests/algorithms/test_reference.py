@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from files import write_rows
 from quiet import quiet_trainer
 from safetensors.torch import load_file, save_file
 
@@ -139,11 +140,10 @@ def scored(tmp_path: Path) -> Callable[..., int]:
     """Sequences that a short run in this directory has to score, training rows and held-out ones."""
 
     def run(model: Path | str, rows: list[dict], *, stage: str = "fit", **settings) -> int:
-        path = tmp_path / "pairs.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = write_rows(tmp_path / "pairs.jsonl", rows)
         trainer = quiet_trainer(tmp_path / "runs", max_steps=2, num_sanity_val_steps=-1)
         module = Counted(str(model), **settings)
-        data = PreferenceDataModule(str(path), batch_size=4, val_ratio=0.25)
+        data = PreferenceDataModule(path, batch_size=4, val_ratio=0.25)
         if stage == "fit":
             trainer.fit(module, datamodule=data)
         else:
@@ -189,8 +189,7 @@ def test_rows_that_nobody_read_beforehand_are_an_error(tiny_model: str, tmp_path
         def read_ahead(self, *, training: bool):
             return super().read_ahead(training=False)
 
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(8)))
-    data = Changing(str(tmp_path / "pairs.jsonl"), batch_size=4, val_ratio=0.25)
+    data = Changing(write_rows(tmp_path / "pairs.jsonl", pair_rows(8)), batch_size=4, val_ratio=0.25)
     with pytest.raises(
         ValueError, match=r"8 of 8 sequences were not among the rows .* set model\.init_args\.reference"
     ):

@@ -7,6 +7,7 @@ from pathlib import Path
 import cases
 import pytest
 import torch
+from files import write_rows
 from quiet import quiet_trainer
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -98,12 +99,6 @@ def test_a_pair_over_the_budget_names_the_setting(tiny_model: str) -> None:
 # ---- from rows to metrics
 
 
-def write_rows(directory: Path, rows: list[dict]) -> str:
-    path = directory / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def trainer_for(root: Path, **settings) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     return Trainer(accelerator="cpu", default_root_dir=root, **{"max_steps": 1, **quiet, **settings})
@@ -131,7 +126,9 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_p
         {"messages": "d", "chosen": f"{long}1", "rejected": f"{long}2"},  # the same once cut
         {"messages": long, "chosen": "1", "rejected": "2"},  # no answer is left
     ]
-    path = write_rows(tmp_path, [*useless, PAIRS[0], {"messages": "e", "chosen": long, "rejected": "1"}])
+    path = write_rows(
+        tmp_path / "pairs.jsonl", [*useless, PAIRS[0], {"messages": "e", "chosen": long, "rejected": "1"}]
+    )
     trainer = trainer_for(tmp_path)
     data = PreferenceDataModule(path, batch_size=7, max_length=16, val_path=path)
     trainer.fit(reward_model(tiny_model), datamodule=data)
@@ -142,7 +139,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_p
 
 
 def test_a_step_whose_pairs_were_all_dropped_changes_nothing_and_says_so(tiny_model: str, tmp_path: Path) -> None:
-    path = write_rows(tmp_path, [{"messages": "a", "chosen": "1", "rejected": "1"}] * 2)
+    path = write_rows(tmp_path / "pairs.jsonl", [{"messages": "a", "chosen": "1", "rejected": "1"}] * 2)
     trainer, module = trainer_for(tmp_path), reward_model(tiny_model)
     with (
         pytest.warns(UserWarning, match="every sample of this step was dropped"),
@@ -158,7 +155,7 @@ def test_a_step_whose_pairs_were_all_dropped_changes_nothing_and_says_so(tiny_mo
 @pytest.mark.parametrize("val_batch_size", [16, 5])
 def test_held_out_metrics_are_those_of_all_pairs_together(tiny_model: str, tmp_path: Path, val_batch_size: int) -> None:
     rows = [{**row, **({"margin": 0.5} if i % 3 == 0 else {})} for i, row in enumerate(PAIRS)]
-    path = write_rows(tmp_path, rows)
+    path = write_rows(tmp_path / "pairs.jsonl", rows)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model, scores = plain_model(tiny_model).eval(), []
     with torch.no_grad():
@@ -289,7 +286,7 @@ def test_an_export_scores_alike_in_transformers_alone_and_in_batches(
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     assert config["problem_type"] == "regression"
     assert not (directory / "generation_config.json").exists()
-    path = write_rows(tmp_path, PAIRS)
+    path = write_rows(tmp_path / "pairs.jsonl", PAIRS)
     data = PreferenceDataModule(path, batch_size=8, val_path=path, val_batch_size=16)
     (records,) = trainer_for(tmp_path).predict(reward_model(tiny_model), datamodule=data, ckpt_path=str(checkpoint))
     ours = torch.tensor([record[f"{half}_reward"] for record in records for half in ("chosen", "rejected")])

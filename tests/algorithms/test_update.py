@@ -11,21 +11,10 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from plain import plain_logps
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2lightning import GRPO
-from rl2lightning.types import Sequences
-
-
-def plain_logps(model, seqs: Sequences) -> list[torch.Tensor]:
-    """Log-probs of the actions of each sequence."""
-    out = []
-    for i in range(len(seqs)):
-        one = seqs.select([i])
-        logits = model(input_ids=one.input_ids[None]).logits[0, :-1]
-        logps = logits.log_softmax(-1).gather(1, one.input_ids[1:, None])[:, 0]
-        out.append(logps[one.action_mask[1:]])
-    return out
 
 
 def plain_gradient(model_path: str, loss_of) -> tuple[float, dict[str, torch.Tensor]]:

@@ -13,8 +13,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from quiet import quiet_trainer
 
-from rl2lightning import GRPO, FSDP2TPStrategy, Preemption, PromptDataModule, RolloutCallback, SamplingParams
+from rl2lightning import GRPO, Preemption, PromptDataModule, RolloutCallback, SamplingParams
 from rl2lightning.cli import CLI
 from rl2lightning.parallel.checkpoint import newest
 
@@ -206,17 +207,9 @@ def test_a_signal_that_comes_while_waiting_for_the_others_is_not_forgotten() -> 
 def test_a_run_that_ends_between_two_checkpoints_leaves_one(tiny_model: str, task: str, tmp_path: Path) -> None:
     def fit(every: int) -> list[str]:
         checkpoints = ModelCheckpoint(every_n_train_steps=every, filename="{step}", dirpath=tmp_path / str(every))
-        trainer = L.Trainer(
-            strategy=FSDP2TPStrategy(),
-            accelerator="cpu",
-            max_steps=3,
-            logger=False,
-            limit_val_batches=0,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=[Preemption(), checkpoints, RolloutCallback(environment=task)],
-        )
+        callbacks = [Preemption(), checkpoints, RolloutCallback(environment=task)]
+        options = {"max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": True}
+        trainer = quiet_trainer(tmp_path, *callbacks, **options)
         data = PromptDataModule(f"prompts@{task}", prompts_per_rollout=2)
         trainer.fit(GRPO(tiny_model, sampling=SamplingParams(max_tokens=3), samples_per_prompt=2), datamodule=data)
         return sorted(path.name for path in (tmp_path / str(every)).iterdir())

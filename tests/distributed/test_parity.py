@@ -4,22 +4,15 @@ Bounds are for float32: the loss within 2e-6, of every parameter the largest gap
 largest entry. See `parity_cases.py` for what is compared.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import parity_cases as cases
 import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("parity_cases.py")
-spec = importlib.util.spec_from_file_location("parity_cases", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-cases = importlib.util.module_from_spec(spec)
-sys.modules["parity_cases"] = cases  # for its dataclasses
-spec.loader.exec_module(cases)
 
 RUNS = [
     (world, f"{mesh}-{family}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -22,7 +23,6 @@ from rl2lightning.models.build import (
 )
 from rl2lightning.models.heads import SCALAR_HEAD, ScalarModel
 from rl2lightning.models.packed import pack
-from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.types import Sequences
 
 CPU = torch.device("cpu")
@@ -173,18 +173,14 @@ class Rewards(L.LightningModule):
 @pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_the_strategy_builds_one_from_either_kind_of_directory(
-    tiny_model: str, saved: str, precision: str, dtype: torch.dtype, trainable: bool, caplog: pytest.LogCaptureFixture
+    tiny_model: str, saved: str, tmp_path, precision: str, dtype: torch.dtype, trainable: bool, caplog
 ) -> None:
     rewards = []
     for directory in (tiny_model, saved):
         caplog.clear()
         module = Rewards(directory, random_init=False, seed=3, trainable=trainable)
-        trainer = L.Trainer(
-            strategy=FSDP2TPStrategy(), accelerator="cpu", devices=1, precision=precision, logger=False,
-            enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-        )  # fmt: skip
         with caplog.at_level("INFO"):
-            trainer.test(module, verbose=False)
+            quiet_trainer(tmp_path, precision=precision).test(module, verbose=False)
         assert ("has no scalar head: a new one is drawn with seed 3" in caplog.text) is (directory == tiny_model)
         rewards.append(module.rewards)
         assert module.stored == {torch.float32 if trainable else dtype}

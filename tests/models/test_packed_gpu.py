@@ -1,8 +1,5 @@
 """On a GPU: every attention backend against fp32 mathematics, packed against one by one, and a step in bf16-mixed."""
 
-import importlib.util
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
@@ -128,11 +125,8 @@ def test_packed_attention_equals_one_by_one(make_model) -> None:
 
 
 def test_a_bf16_step_has_fp32_masters_and_the_loss_of_fp32(tiny_model: str) -> None:
-    spec = importlib.util.spec_from_file_location("cases", Path(__file__).parents[1] / "distributed/cases.py")
-    assert spec is not None
-    assert spec.loader is not None
-    cases = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cases)
+    import cases
+
     losses = {}
     for precision in ("32-true", "bf16-mixed"):
         module = SFT(tiny_model, max_tokens_per_device=64)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 
 from rl2lightning import GRPO, SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
 from rl2lightning.parallel import strategy as strategy_module
@@ -21,18 +21,8 @@ def weights_after_training(model: str, task: str, directory: Path, **options) ->
         updates_per_rollout=2,
         init_seed=0,
     )
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(**options),
-        accelerator="cpu",
-        max_steps=3,
-        limit_val_batches=0,
-        callbacks=[RolloutCallback(environment=task, seed=0)],
-        default_root_dir=directory,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    rollouts, strategy = RolloutCallback(environment=task, seed=0), FSDP2TPStrategy(**options)
+    trainer = quiet_trainer(directory, rollouts, strategy=strategy, max_steps=3, limit_val_batches=0)
     trainer.fit(module, datamodule=PromptDataModule(f"prompts@{task}", prompts_per_rollout=4, seed=0))
     assert trainer.global_step == 3
     return {name: x.clone() for name, x in module.policy_weights()}
@@ -93,19 +83,12 @@ class Watched(SFT):
 
 
 @pytest.mark.parametrize("each", [False, True])
-def test_gradients_are_sharded_after_each_micro_batch_if_asked(each: bool, tiny_model: str, task: str) -> None:
+def test_gradients_are_sharded_after_each_micro_batch_if_asked(
+    each: bool, tiny_model: str, task: str, tmp_path: Path
+) -> None:
     module = Watched(tiny_model, max_tokens_per_device=20)
     module.held = []
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(reduce_each_micro_batch=each),
-        accelerator="cpu",
-        max_steps=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(tmp_path, strategy=FSDP2TPStrategy(reduce_each_micro_batch=each), limit_val_batches=0)
     trainer.fit(module, datamodule=ChatDataModule(f"conversations@{task}", batch_size=8))
     assert len(module.held) > 2
     assert module.held == [False, *[each] * (len(module.held) - 1)]
