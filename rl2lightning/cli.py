@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 import rl2lightning
 from rl2lightning.algorithms.base import PostTrainingModule  # brings the strategy `fsdp2_tp` with it
@@ -91,18 +92,54 @@ def run_loggers(logger: Logger | list[Logger] | bool | None, root: str) -> list[
         writable = False
     if not writable:
         raise ValueError(f"output directory '{root}' cannot be written to; set trainer.default_root_dir to another")
-    version = _next_version(root)
+    run = RunDirectory(root)
     ours: list[Logger] = []
     if not any(isinstance(x, CSVLogger) for x in given):
-        ours.append(CSVLogger(root, name="", version=version, flush_logs_every_n_steps=10))
+        ours.append(_CSV(run))
     if not any(isinstance(x, TensorBoardLogger) for x in given):
-        ours.append(TensorBoardLogger(root, name="", version=version))
+        ours.append(_TensorBoard(run))
     return [*ours, *given]
 
 
-def _next_version(root: str) -> str:
-    numbers = [int(p.name[8:]) for p in Path(root).glob("version_*") if p.name[8:].isdigit()]
-    return f"version_{max(numbers, default=-1) + 1}"
+class RunDirectory:
+    """`version_N` in a root directory, claimed when a logger first asks for it: no other run can get the same.
+
+    Only the first process claims, and only what it says is used (`trainer.log_dir` is a broadcast).
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._number: int | None = None
+
+    def number(self) -> int:
+        while self._number is None:
+            taken = [int(p.name[8:]) for p in Path(self.root).glob("version_*") if p.name[8:].isdigit()]
+            number = max(taken, default=-1) + 1
+            try:
+                if _rank() == 0:
+                    Path(self.root, f"version_{number}").mkdir()
+            except FileExistsError:  # by a run that asked at the same moment
+                continue
+            self._number = number
+        return self._number
+
+
+class _CSV(CSVLogger):
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__(run.root, name="", flush_logs_every_n_steps=10)
+        self._run = run
+
+    def _get_next_version(self) -> int:
+        return self._run.number()
+
+
+class _TensorBoard(TensorBoardLogger):
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__(run.root, name="")
+        self._run = run
+
+    def _get_next_version(self) -> int:
+        return self._run.number()
 
 
 class SaveResolvedConfig(SaveConfigCallback):
@@ -247,4 +284,25 @@ def main(args: list[str] | None = None) -> None:
     except (ValueError, NonFiniteError, RolloutError, CheckpointError) as error:
         if os.environ.get("RL2LIGHTNING_TRACEBACK"):
             raise
-        sys.exit(f"rl2lightning: error: {shorten(str(error))}\n(RL2LIGHTNING_TRACEBACK=1 shows where it was raised)")
+        rank = _rank()
+        if rank and _launcher_ends():
+            sys.exit(1)
+        who = f" (process {rank})" if rank else ""
+        message = f"rl2lightning: error{who}: {shorten(str(error))}"
+        sys.exit(f"{message}\n(RL2LIGHTNING_TRACEBACK=1 shows where it was raised)")
+
+
+def _rank() -> int:
+    """This process's number in the run, also before there is a process group."""
+    return rank_zero_only.rank  # type: ignore[attr-defined]
+
+
+def _launcher_ends(seconds: float = 5.0) -> bool:
+    """Whether whoever launched this process has ended after a moment: the first process, or torchrun because of it.
+
+    Most errors are every process's, and the first has said then what is wrong. torchrun does not even let us return.
+    """
+    launcher, deadline = os.getppid(), time.monotonic() + seconds
+    while os.getppid() == launcher and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return os.getppid() != launcher

@@ -14,7 +14,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl2lightning.cli import main
+from rl2lightning.cli import main, run_loggers
 from rl2lightning.parallel.checkpoint import load_full_weights
 
 Run = Callable[..., None]
@@ -339,6 +339,14 @@ def test_a_second_run_leaves_the_first_alone(run: Run, config: Path, tmp_path: P
     assert not [p for p in (tmp_path / "version_0").rglob("*") if p.is_file() and p not in before]
     lr = yaml.safe_load((tmp_path / "version_1/config.yaml").read_text())["model"]["init_args"]["optimizer"]["lr"]
     assert lr == 0.5
+
+
+def test_runs_that_begin_at_the_same_moment_have_directories_of_their_own(tmp_path: Path) -> None:
+    one, other = run_loggers(None, str(tmp_path)), run_loggers(None, str(tmp_path))
+    assert not list(tmp_path.iterdir())  # what fails before it logs leaves nothing
+    assert {x.log_dir for x in one} == {str(tmp_path / "version_0")}
+    assert {x.log_dir for x in other} == {str(tmp_path / "version_1")}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["version_0", "version_1"]
 
 
 # ---- the other verbs

@@ -1,6 +1,8 @@
 """What fails on one process ends the run on all of them, at once and with its cause."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +34,17 @@ def test_an_engine_that_fails_on_one_process_ends_the_run_on_all(outcomes, failu
     said, after = outcomes[0][failure]
     assert said.startswith(message)
     assert after == steps
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "ours"])
+def test_what_is_wrong_on_all_processes_is_said_once_and_leaves_no_run(
+    fit_sft, launcher: str, tmp_path: Path, free_port, environment
+) -> None:
+    arguments = fit_sft(tmp_path, "--trainer.devices=2", "--trainer.strategy.tensor=3")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("rl2lightning: error") == 1
+    assert "rl2lightning: error: 2 processes cannot be divided by replicate * context * tensor = 3" in done.stderr
+    assert not list(tmp_path.iterdir())
