@@ -36,6 +36,7 @@ class AnswerDataModule(RowDataModule):
         path: str | Source | list[str | Source],
         batch_size: int = 32,
         max_length: int = 2048,
+        *,
         apply_chat_template: bool = True,
         messages_key: str = "messages",
         drop_last: bool = True,
