@@ -384,8 +384,10 @@ def test_a_push_changes_what_is_generated_and_is_named_in_it(loaded, model, proc
 )
 def test_a_broken_push_leaves_the_engine_dirty_until_a_complete_one(loaded, model, spoil, message):
     weights = list(model.named_parameters())
+    stream = iter(spoil(weights))
     with pytest.raises(ValueError, match=message):
-        loaded.update_weights(spoil(weights), version=4)
+        loaded.update_weights(stream, version=4)
+    assert next(stream, None) is None  # other processes gather what comes after the error
     assert loaded.version is None
     with pytest.raises(RuntimeError, match="update_weights"):
         loaded.generate([[4]], SamplingParams(max_tokens=2), [0])
