@@ -108,6 +108,7 @@ class VLLMEngine(RolloutEngine):
         self._llm: Any = None  # a vllm.LLM
         self._lockstep: Lockstep | None = None
         self._default_group = backend.DefaultGroupKept()
+        self._workspaces = backend.WorkspacesKept()
         self._clear()
 
     def _clear(self) -> None:
@@ -162,6 +163,7 @@ class VLLMEngine(RolloutEngine):
         self._llm, self.running_on = backend.build(spec, settings), spec
         if trainers_group:
             self._default_group.apply()
+        self._workspaces.apply()
         self._lockstep = Lockstep(backend.host_group(self._llm)) if self.tensor > 1 else None
         self._clear()
 
@@ -208,6 +210,7 @@ class VLLMEngine(RolloutEngine):
                 backend.end(llm)
             finally:
                 self._default_group.revert()
+                self._workspaces.revert()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with read_to_end(weights) as stream:

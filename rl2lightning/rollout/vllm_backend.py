@@ -10,7 +10,7 @@ import random
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +135,29 @@ class DefaultGroupKept:
 
         if self._original is not None:
             parallel_state.destroy_distributed_environment = self._original
+            self._original = None
+
+
+class WorkspacesKept:
+    """From `apply` to `revert`, cuBLAS keeps its workspaces: CUDA graphs write to those they were captured with.
+
+    Lightning frees them when it sets the accelerator up, which is after an engine was built: without this, the graphs'
+    matrix products end in illegal memory accesses or, once the memory is the trainer's, write over its tensors.
+    """
+
+    _CLEAR = "_cuda_clearCublasWorkspaces"  # builds of torch without CUDA have it not
+
+    def __init__(self) -> None:
+        self._original: Callable[[], None] | None = None
+
+    def apply(self) -> None:
+        if self._original is None and (original := getattr(torch._C, self._CLEAR, None)) is not None:
+            self._original = original
+            setattr(torch._C, self._CLEAR, lambda: None)
+
+    def revert(self) -> None:
+        if self._original is not None:
+            setattr(torch._C, self._CLEAR, self._original)
             self._original = None
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl2lightning.rollout import vllm_backend
 from rl2lightning.rollout.auto import default_engine
@@ -85,3 +86,25 @@ def test_adapters_are_kept_in_memory_where_there_is_room_for_those_of_all_proces
     assert vllm_backend.place_for(100, tmp_path) == tmp_path
     assert vllm_backend.place_for(101, tmp_path) is None
     assert vllm_backend.place_for(1, tmp_path / "missing") is None
+
+
+def test_nobody_frees_the_workspaces_that_graphs_were_captured_with_until_the_engine_ends(monkeypatch):
+    freed: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append("freed"), raising=False)
+    kept = vllm_backend.WorkspacesKept()
+    kept.apply()
+    kept.apply()
+    torch._C._cuda_clearCublasWorkspaces()  # as Lightning's `_clear_cuda_memory` does
+    assert freed == []
+    kept.revert()
+    kept.revert()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert freed == ["freed"]
+
+
+def test_a_torch_without_cuda_has_no_workspaces_to_keep(monkeypatch):
+    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces", raising=False)
+    kept = vllm_backend.WorkspacesKept()
+    kept.apply()
+    kept.revert()
+    assert not hasattr(torch._C, "_cuda_clearCublasWorkspaces")
