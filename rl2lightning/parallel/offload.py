@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+_CHUNK = 2**30  # torch's cache rounds page-locked memory up to a power of two: a weight of 2.1 GB would take 4
+
 
 @contextmanager
 def in_host_memory(tensors: Iterable[Tensor]) -> Iterator[None]:
@@ -20,11 +22,11 @@ def in_host_memory(tensors: Iterable[Tensor]) -> Iterator[None]:
     """
     storages = _storages(tensors)
     pin = any(s.device.type == "cuda" for s in storages)
-    copies = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=pin) for s in storages]
-    for storage, copy in zip(storages, copies, strict=True):
-        copy.copy_(_bytes(storage), non_blocking=True)
-    _wait(pin)
     sizes = [s.nbytes() for s in storages]
+    chunks = _host_chunks(sum(sizes), pin=pin)
+    for there, here in _beside(storages, chunks):
+        here.copy_(there, non_blocking=True)
+    _wait(pin)
     for storage in storages:
         storage.resize_(0)
     if pin:
@@ -32,9 +34,10 @@ def in_host_memory(tensors: Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for storage, copy, size in zip(storages, copies, sizes, strict=True):
+        for storage, size in zip(storages, sizes, strict=True):
             storage.resize_(size)
-            _bytes(storage).copy_(copy, non_blocking=True)
+        for there, here in _beside(storages, chunks):
+            there.copy_(here, non_blocking=True)
         _wait(pin)
 
 
@@ -54,6 +57,23 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         if storage.nbytes():
             found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
+
+
+def _host_chunks(num_bytes: int, *, pin: bool) -> list[Tensor]:
+    """So many bytes of the host, in pieces of a size that torch's cache of page-locked memory does not round up."""
+    sizes = [min(_CHUNK, num_bytes - begin) for begin in range(0, num_bytes, _CHUNK)]
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
+
+
+def _beside(storages: list[torch.UntypedStorage], chunks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """All bytes of the storages, each run of them with its place in the chunks."""
+    at = 0
+    for storage in storages:
+        rest = _bytes(storage)
+        while len(rest):
+            room = chunks[at // _CHUNK][at % _CHUNK :][: len(rest)]
+            yield rest[: len(room)], room
+            rest, at = rest[len(room) :], at + len(room)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

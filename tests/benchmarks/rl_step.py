@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import string
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from rl2lightning import FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback, SamplingParams, Trainer
 
 VOCABULARY, PROMPT_LENGTH, NUM_STOPS = 151_936, 256, 300
+COLUMNS = ("step", "generate", "score", "update", "push")
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
     "7b": {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28, "num_key_value_heads": 4},
@@ -37,9 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_model(directory: Path, shape: str) -> None:
-    """Config, a tokenizer that knows the words t0, t1, …, and a generation config with many stop tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+    """Config, a tokenizer without merges (a letter is a token), prompts, and a generation config with many stops."""
+    from transformers import GenerationConfig, Qwen2Config, Qwen2Tokenizer
 
     vocabulary = 2048 if shape == "tiny" else VOCABULARY
     Qwen2Config(
@@ -49,15 +50,16 @@ def write_model(directory: Path, shape: str) -> None:
         max_position_embeddings=4096,
         **SHAPES[shape],
     ).save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t1").save_pretrained(directory)
-    stops = random.Random(0).sample(range(2, vocabulary), NUM_STOPS if shape != "tiny" else 8)
-    GenerationConfig(eos_token_id=stops, pad_token_id=1).save_pretrained(directory)
+    letters = {letter: i for i, letter in enumerate(string.ascii_lowercase)}
+    rest = {f"<{i}>": i for i in range(len(letters), vocabulary - 1)}
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<end>")
+    tokenizer = Qwen2Tokenizer(vocab=letters | rest | {"<end>": vocabulary - 1}, merges=[], **special)
+    tokenizer.save_pretrained(directory)
+    stops = random.Random(0).sample(range(len(letters), vocabulary), NUM_STOPS if shape != "tiny" else 8)
+    GenerationConfig(eos_token_id=stops, pad_token_id=vocabulary - 1).save_pretrained(directory)
     rng = random.Random(1)
     rows = [
-        {"messages": " ".join(f"t{rng.randrange(2, vocabulary)}" for _ in range(PROMPT_LENGTH)), "answer": ""}
-        for _ in range(4096)
+        {"messages": "".join(rng.choices(string.ascii_lowercase, k=PROMPT_LENGTH)), "answer": ""} for _ in range(4096)
     ]
     (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
@@ -111,6 +113,8 @@ class Phases(L.Callback):
             step[name] = float(trainer.callback_metrics.get(name, float("nan")))
         if torch.cuda.is_available():
             step["peak"] = torch.cuda.max_memory_allocated() / 2**30
+        if trainer.is_global_zero:
+            print(row(len(self.steps) - 1, step), flush=True)
 
 
 def coin(messages: list[dict[str, str]]) -> float:
@@ -162,16 +166,19 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace, steps: list[dict[str, float]]) -> None:
-    columns = ["step", "generate", "score", "update", "push"]
     print(f"\n{args.algorithm}, {args.shape}, {args.prompts} x {args.samples} x {args.max_tokens}, {dist_size()}")
-    print("| | " + " s | ".join(columns) + " s | tokens | mean length | log-prob gap | peak GiB |")
-    print("|---" * (len(columns) + 5) + "|")
-    for i, s in enumerate(steps):
-        seconds = " | ".join(f"{s.get(name, 0.0):.2f}" for name in columns)
-        print(
-            f"| {i} | {seconds} | {s['tokens']:,.0f} | {s['rollout/response_length']:.0f} "
-            f"| {s['train/mismatch_abs']:.3f} | {s.get('peak', 0.0):.1f} |"
-        )
+    print("| | " + " s | ".join(COLUMNS) + " s | tokens | mean length | log-prob gap | peak GiB |")
+    print("|---" * (len(COLUMNS) + 5) + "|")
+    for i, step in enumerate(steps):
+        print(row(i, step))
+
+
+def row(i: int, step: dict[str, float]) -> str:
+    seconds = " | ".join(f"{step.get(name, 0.0):.2f}" for name in COLUMNS)
+    return (
+        f"| {i} | {seconds} | {step['tokens']:,.0f} | {step['rollout/response_length']:.0f} "
+        f"| {step['train/mismatch_abs']:.3f} | {step.get('peak', 0.0):.1f} |"
+    )
 
 
 def dist_size() -> str:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from rl2lightning import FSDP2TPStrategy
+from rl2lightning.parallel import offload
 from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
 
 
@@ -21,6 +22,14 @@ def test_views_of_one_storage_are_moved_once() -> None:
     with in_host_memory([x[:3], x[3:], x]):
         assert x.untyped_storage().nbytes() == 0
     assert x.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_host_keeps_them_in_pieces_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_CHUNK", 5)  # bytes: no tensor begins or ends with a piece
+    tensors = [torch.arange(3.0), torch.arange(7, dtype=torch.int16), torch.arange(4, dtype=torch.uint8)]
+    with in_host_memory(tensors):
+        assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0, 0]
+    assert [x.tolist() for x in tensors] == [[0, 1, 2], [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3]]
 
 
 def test_an_error_inside_gives_everything_back() -> None:
