@@ -4,7 +4,7 @@
 of an answer whether it is right (for preferences), `prompts` asks for them and `reward_fn` marks what comes back (for
 reinforcement learning). All list the same 10,000 problems in the same order, so that the same `split_seed` and
 `val_ratio` hold out the same ones. `mixed` and `held_out` are `prompts` cut in two at just that place, the first with
-sums of three digits in between.
+sums of three digits in between; so are `near_misses` and `held_out_near_misses`, harder pairs.
 """
 
 import random
@@ -39,6 +39,23 @@ def pairs():
     ]  # fmt: skip
 
 
+def near_misses():
+    """Pairs of the problems that are not held out, eight of each, as `pairs` and with wrong answers close by."""
+    held = set(_held_out())
+    return _with_near_misses([row for i, row in enumerate(prompts()) if i not in held] * 8, random.Random(3))
+
+
+def held_out_near_misses():
+    """The same of the problems that are held out, one of each."""
+    return _with_near_misses(held_out(), random.Random(4))
+
+
+def _with_near_misses(rows, rng):
+    """Two wrong answers in five are one or two off, as those of a model are that nearly adds."""
+    kinds = [_close, _close, _wrong, _wrong, _wrong]
+    return [{**row, "chosen": row["answer"], "rejected": rng.choice(kinds)(row["answer"], rng)} for row in rows]
+
+
 def labelled():
     """Rows for UnpairedDataModule: one answer to each question, right or wrong, and which of the two it is."""
     rng = random.Random(1)
@@ -55,6 +72,12 @@ def _wrong(answer, rng):
     a, b = rng.choice(PROBLEMS)
     wrong = rng.choice([answer[:i] + digit + answer[i + 1 :], answer[:i] + digit + answer[i:], str(a + b)])
     return wrong if wrong != answer else _wrong(answer, rng)
+
+
+def _close(answer, rng):
+    """A number that is one or two more or less."""
+    right = int(answer)
+    return str(rng.choice([x for x in range(right - 2, right + 3) if x >= 0 and x != right]))
 
 
 def mixed():
