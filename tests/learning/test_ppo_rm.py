@@ -17,7 +17,8 @@ def test_a_policy_learns_to_add_from_a_reward_model_that_learned_from_pairs(fit,
     export(str(tmp_path / "quickstart/rm/version_0/checkpoints/last.ckpt"), reward_model)
     config = tmp_path / "ppo_rm.yaml"
     config.write_text(PPO_RM.read_text().replace("my-reward-model", reward_model))
-    logged = fit("quickstart/ppo_rm", "--config", str(config))
+    root = str(tmp_path / "quickstart/ppo_rm")  # the second config would have its own again
+    logged = fit("quickstart/ppo_rm", "--config", str(config), "--trainer.default_root_dir", root)
     accuracies, rewards = logged["val/accuracy"], logged["rollout/score/reward_model"]
     print("measured ppo_rm", pairs["val/accuracy"], accuracies, rewards[0], rewards[-1])
     assert logged["rollout/reward"] == rewards  # how often the answer is right counts for nothing
