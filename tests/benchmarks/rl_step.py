@@ -1,8 +1,9 @@
-"""Whole steps of GRPO or PPO, phase by phase: generation, scoring, updates, weight pushes, and the peak of memory.
+"""Whole steps of GRPO or PPO, phase by phase: generation, scoring, updates, weight pushes, and the GPU's memory.
 
     python tests/benchmarks/rl_step.py                                     # GRPO, Qwen2.5-1.5B shape, 32 x 8 x 1,024
     python tests/benchmarks/rl_step.py --algorithm ppo
-    python tests/benchmarks/rl_step.py --shape 7b --prompts 64 --max-tokens 2048 --checkpointing full --offload all
+    python tests/benchmarks/rl_step.py --shape 7b --prompts 64 --max-tokens 2048 --checkpointing full --offload all \\
+        --tokens-per-device 8192
     torchrun --nproc-per-node 2 tests/benchmarks/rl_step.py --tensor 2     # the engine over both GPUs
     python tests/benchmarks/rl_step.py --shape tiny --prompts 2 --max-tokens 32   # on a CPU, to see that it runs
 
@@ -65,7 +66,11 @@ def write_model(directory: Path, shape: str) -> None:
 
 
 class Phases(L.Callback):
-    """Seconds of each phase of each step, the device idle before and after; and the peak of memory."""
+    """Seconds of each phase of each step, the device idle before and after.
+
+    And the device's memory in use after the updates, torch's cache included: the most that they took. (What torch says
+    it has allocated counts what a sleeping engine gave back.)
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -93,6 +98,9 @@ class Phases(L.Callback):
                 self._open -= 1
                 if not self._open:
                     self._phases[phase] = self._phases.get(phase, 0.0) + self._now() - begin
+                if phase == "update" and torch.cuda.is_available():  # before the next push empties torch's cache
+                    free, total = torch.cuda.mem_get_info()
+                    self._phases["used"] = max((total - free) / 2**30, self._phases.get("used", 0.0))
 
         return timed
 
@@ -111,8 +119,6 @@ class Phases(L.Callback):
         step["tokens"] = pl_module.num_tokens_in_step
         for name in ("rollout/response_length", "train/mismatch_abs", "rollout/truncated"):
             step[name] = float(trainer.callback_metrics.get(name, float("nan")))
-        if torch.cuda.is_available():
-            step["peak"] = torch.cuda.max_memory_allocated() / 2**30
         if trainer.is_global_zero:
             print(row(len(self.steps) - 1, step), flush=True)
 
@@ -167,7 +173,7 @@ def main(args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace, steps: list[dict[str, float]]) -> None:
     print(f"\n{args.algorithm}, {args.shape}, {args.prompts} x {args.samples} x {args.max_tokens}, {dist_size()}")
-    print("| | " + " s | ".join(COLUMNS) + " s | tokens | mean length | log-prob gap | peak GiB |")
+    print("| | " + " s | ".join(COLUMNS) + " s | tokens | mean length | log-prob gap | GiB |")
     print("|---" * (len(COLUMNS) + 5) + "|")
     for i, step in enumerate(steps):
         print(row(i, step))
@@ -177,7 +183,7 @@ def row(i: int, step: dict[str, float]) -> str:
     seconds = " | ".join(f"{step.get(name, 0.0):.2f}" for name in COLUMNS)
     return (
         f"| {i} | {seconds} | {step['tokens']:,.0f} | {step['rollout/response_length']:.0f} "
-        f"| {step['train/mismatch_abs']:.3f} | {step.get('peak', 0.0):.1f} |"
+        f"| {step['train/mismatch_abs']:.3f} | {step.get('used', 0.0):.1f} |"
     )
 
 
