@@ -11,7 +11,9 @@ def test_20_steps_of_grpo_raise_the_reward_by_a_third(fit) -> None:
 
 
 @pytest.mark.slow
-def test_grpo_lifts_greedy_accuracy_from_at_most_0_6_to_at_least_0_85(fit) -> None:
-    accuracies = fit("quickstart/grpo_lora")["val/accuracy"]
-    assert accuracies[0] <= 0.6
-    assert accuracies[-1] >= 0.85  # 0.92 when it was measured, on two CPU cores, 2026-11-21
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_lifts_greedy_accuracy_from_half_to_at_least_0_85(fit, seed: int) -> None:
+    accuracies = fit("quickstart/grpo_lora", "--seed_everything", str(seed))["val/accuracy"]
+    print("measured grpo_lora", seed, accuracies)
+    assert accuracies[0] == 0.5
+    assert accuracies[-1] >= 0.85

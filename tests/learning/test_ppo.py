@@ -18,7 +18,7 @@ def test_36_steps_raise_the_reward_and_teach_the_critic(fit) -> None:
 def test_greedy_accuracy_reaches_0_9_and_the_critic_explains_half_of_the_returns(fit, seed: int) -> None:
     logged = fit("quickstart/ppo", "--seed_everything", str(seed))
     accuracies, explained = logged["val/accuracy"], logged["train/explained_variance"]
-    print(seed, accuracies, explained[-1])
+    print("measured ppo", seed, accuracies, explained[-1])
     assert accuracies[0] == 0.5
     assert accuracies[-1] >= 0.9
     assert explained[-1] > 0.5

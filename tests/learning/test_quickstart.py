@@ -3,8 +3,10 @@
 import pytest
 
 
-def test_sft_from_random_weights_reaches_a_loss_below_0_5(fit) -> None:
-    logged = fit("quickstart/sft")
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_sft_from_random_weights_reaches_a_loss_below_0_5(fit, seed: int) -> None:
+    logged = fit("quickstart/sft", "--seed_everything", str(seed))
+    print("measured sft", seed, logged["val/loss"], logged["val/accuracy"])
     assert logged["val/loss"][-1] < 0.5  # 0.41 when it was measured; ln 104 = 4.6 knows nothing
     assert logged["val/accuracy"][-1] <= 0.6  # leaves something to learn from rewards
 
@@ -18,7 +20,9 @@ def test_25_steps_of_grpo_raise_the_reward_by_a_third(fit) -> None:
 
 
 @pytest.mark.slow
-def test_grpo_lifts_greedy_accuracy_from_at_most_0_6_to_at_least_0_9(fit) -> None:
-    accuracies = fit("quickstart/grpo")["val/accuracy"]
-    assert accuracies[0] <= 0.6
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_lifts_greedy_accuracy_from_half_to_at_least_0_9(fit, seed: int) -> None:
+    accuracies = fit("quickstart/grpo", "--seed_everything", str(seed))["val/accuracy"]
+    print("measured grpo", seed, accuracies)
+    assert accuracies[0] == 0.5
     assert accuracies[-1] >= 0.9
