@@ -279,13 +279,14 @@ def _with_class_for_name(args: list[str]) -> list[str]:
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line; an error of the user's is one sentence, not a traceback."""
+    launcher = os.getppid()
     try:
         CLI(args=args)
     except (ValueError, NonFiniteError, RolloutError, CheckpointError) as error:
         if os.environ.get("RL2LIGHTNING_TRACEBACK"):
             raise
         rank = _rank()
-        if rank and _launcher_ends():
+        if rank and _ends(launcher):
             sys.exit(1)
         who = f" (process {rank})" if rank else ""
         message = f"rl2lightning: error{who}: {shorten(str(error))}"
@@ -297,12 +298,12 @@ def _rank() -> int:
     return rank_zero_only.rank  # type: ignore[attr-defined]
 
 
-def _launcher_ends(seconds: float = 5.0) -> bool:
+def _ends(launcher: int, seconds: float = 5.0) -> bool:
     """Whether whoever launched this process has ended after a moment: the first process, or torchrun because of it.
 
     Most errors are every process's, and the first has said then what is wrong. torchrun does not even let us return.
     """
-    launcher, deadline = os.getppid(), time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while os.getppid() == launcher and time.monotonic() < deadline:
         time.sleep(0.1)
     return os.getppid() != launcher

@@ -4,7 +4,9 @@ import csv
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +349,15 @@ def test_runs_that_begin_at_the_same_moment_have_directories_of_their_own(tmp_pa
     assert {x.log_dir for x in one} == {str(tmp_path / "version_0")}
     assert {x.log_dir for x in other} == {str(tmp_path / "version_1")}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_0", "version_1"]
+    together = threading.Barrier(8)
+
+    def claim(loggers: list[Any]) -> str:
+        together.wait()
+        return loggers[0].log_dir
+
+    with ThreadPoolExecutor(8) as pool:
+        claimed = list(pool.map(claim, [run_loggers(None, str(tmp_path)) for _ in range(8)]))
+    assert {Path(path).name for path in claimed} == {f"version_{i}" for i in range(2, 10)}
 
 
 # ---- the other verbs

@@ -29,6 +29,8 @@ class KTO(PreferenceModule):
         **kwargs: see `PostTrainingModule`.
     """
 
+    data_module = "UnpairedDataModule"
+
     def __init__(self, *args: Any, kto_loss: KTOLoss = KTOLoss(), **kwargs: Any) -> None:  # noqa: B008 - frozen
         super().__init__(*args, **kwargs)
         self.kto_loss = kto_loss

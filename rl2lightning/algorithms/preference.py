@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +16,7 @@ from rl2lightning.models.policy import Policy
 from rl2lightning.types import ChatBatch, Sequences
 
 
-class PreferenceModule(PostTrainingModule):
+class PreferenceModule(PostTrainingModule, ABC):
     """Base of the algorithms that learn from labelled answers, most of them beside a frozen reference.
 
     A subclass writes `loss`, `check` and `measure`, and says in `keeps_reference` whether there is a reference.
@@ -25,6 +26,7 @@ class PreferenceModule(PostTrainingModule):
     """
 
     checkpoint_exclude = ("reference",)  # it is found again in the model directory
+    data_module = "PreferenceDataModule"  # whose rows it learns from
     shown: Collection[str] = ("loss", "margin")  # of what is held out, in the progress bar
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,20 +56,20 @@ class PreferenceModule(PostTrainingModule):
 
     # ---- one step
 
+    @abstractmethod
     def check(self, seqs: Sequences) -> None:
         """Raises where the sequences of a step are not what the loss needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, seqs: Sequences) -> tuple[Tensor | tuple[Tensor, Tensor], dict[str, Tensor]]:
         """Unreduced loss of a micro-batch and what is logged of it; override it to try another."""
-        raise NotImplementedError
 
     def gather(self, batch: ChatBatch) -> tuple[Sequences | None, int]:
         """The sequences of the whole step and how many were dropped, the same on every process."""
         if not isinstance(batch, ChatBatch):
             raise ValueError(
                 f"{type(self).__name__} learns from answers that the data holds, not from prompts alone: use "
-                "PreferenceDataModule"
+                f"{self.data_module}"
             )
         mine = batch.sequences
         # before the gather: the rows of some processes may have margins, others none
@@ -99,15 +101,21 @@ class PreferenceModule(PostTrainingModule):
     def test_step(self, batch: ChatBatch, batch_idx: int) -> None:
         self._evaluate(batch)
 
+    def on_validation_epoch_start(self) -> None:
+        self._held_out, self._num_dropped = {}, 0  # of an evaluation that was interrupted
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
     def on_validation_epoch_end(self) -> None:
         self._log_held_out("val")
 
     def on_test_epoch_end(self) -> None:
         self._log_held_out("test")
 
+    @abstractmethod
     def measure(self, seqs: Sequences) -> dict[str, Tensor]:
         """Loss and diagnostics of held-out sequences, each a mean over what `weight_of` counts."""
-        raise NotImplementedError
 
     def weight_of(self, name: str, seqs: Sequences) -> int:
         """How many of what a mean is taken of the sequences hold."""

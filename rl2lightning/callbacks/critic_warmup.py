@@ -11,9 +11,9 @@ class CriticWarmup(L.Callback):
     """Trains PPO's critic alone for the first optimizer steps of a run, on rollouts of the policy as it is.
 
     The policy's steps change nothing then, but they count: towards `max_steps` and along its learning-rate schedule,
-    whose own warm-up should therefore last longer than this one. A rollout that begins within these steps belongs to
-    the critic to its end: its advantages are over values from before the critic has learned. All of this follows from
-    `global_step`, so that a resumed run goes on where it was.
+    whose own warm-up should therefore last longer than this one, or be none. A rollout that begins within these steps
+    belongs to the critic to its end: its advantages are over values from before the critic has learned. All of this
+    follows from `global_step`, so that a resumed run goes on where it was.
 
     Args:
         num_steps: optimizer steps that belong to the critic, rounded up to whole rollouts.

@@ -57,6 +57,9 @@ def refill(
         mine = torch.arange(len(rows)).tensor_split(strategy.data_size)[strategy.data_rank].tolist()
         kept += _filtered(collect([rows[i] for i in mine], [indices[i] for i in mine]), keep, metrics)
     found, missing = count()
+    while not found and carried():  # what is in flight may be worth something
+        kept += _filtered(collect([], []), keep, metrics)
+        found, missing = count()
     if found == 0:
         rank_zero_info(
             f"every group of {wanted} prompts and {max_refills} refills had equal rewards: nothing is left to learn "

@@ -175,13 +175,14 @@ class RolloutCallback(HeldOutSamples):
 
     def push(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Hands the engine the policy's weights unless it has those of this optimizer step; all processes take part."""
-        if self.engine.version == trainer.global_step:
+        step = pl_module.weights_step
+        if self.engine.version == step:
             return
         if self.engine.takes_adapters:
             config, adapter = pl_module.policy_adapter()
-            self.engine.update_adapter(pl_module.frozen_weights(), config, adapter, trainer.global_step)
+            self.engine.update_adapter(pl_module.frozen_weights(), config, adapter, step)
         else:
-            self.engine.update_weights(pl_module.policy_weights(), trainer.global_step)
+            self.engine.update_weights(pl_module.policy_weights(), step)
 
     def play(
         self, jobs: list[Job], sampling: SamplingParams, *, partial: PartialRollouts | None = None
@@ -214,9 +215,12 @@ class RolloutCallback(HeldOutSamples):
         with self._strategy.offloaded():
             succeed_together(self.engine.wake)
             yield
-            self.engine.sleep()
-            for reward in self.rewards:
-                reward.sleep()
+            succeed_together(self._sleep)
+
+    def _sleep(self) -> None:
+        self.engine.sleep()
+        for reward in self.rewards:
+            reward.sleep()
 
     def collect(
         self, trainer: L.Trainer, pl_module: Any, rows: list[dict], indices: list[int], metrics: RolloutMetrics

@@ -6,6 +6,7 @@ and it is global, so that a run resumes exactly, on any number of ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _READ_AHEAD = 512  # rows of a batch that nobody learns from
 
 
-class RowDataModule(L.LightningDataModule):
+class RowDataModule(L.LightningDataModule, ABC):
     """What all our data modules share: sources, tokenizer, held-out split, position.
 
     Every row is checked in `setup`, so that a bad one ends the run before it began, under its number and file.
@@ -70,8 +71,9 @@ class RowDataModule(L.LightningDataModule):
         """Rows of one training batch over all ranks; of one rollout where there are rollouts."""
         return getattr(self, self.batch_setting)
 
+    @abstractmethod
     def make_encoder(self) -> RowEncoder:
-        raise NotImplementedError
+        """What makes batches of rows."""
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self._trainer.lightning_module.tokenizer_path)
@@ -103,8 +105,8 @@ class RowDataModule(L.LightningDataModule):
         self.order = RowOrder(self.train_split, self.seed)
         self.encoder = encoder
 
-    def train_dataloader(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def train_dataloader(self) -> Any: ...
 
     def val_dataloader(self) -> Any:
         # `trainer.validating` would not tell: a fit sets it too, while it prepares its validation loop

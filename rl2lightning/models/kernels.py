@@ -256,11 +256,11 @@ def choose_backend(name: BackendName, demand: Demand) -> BlockBackend:
     Raises:
         ValueError: where the one asked for by name cannot serve.
     """
-    able = [b for b in BACKENDS if b.refusal(demand) is None]
     if name == "auto":
-        return next(b for b in able if b.prefers(demand))
+        return next(b for b in BACKENDS if b.prefers(demand) and b.refusal(demand) is None)
     chosen = next(b for b in BACKENDS if b.name == name)
     if (reason := chosen.refusal(demand)) is not None:
+        able = [b for b in BACKENDS if b.refusal(demand) is None]
         raise ValueError(
             f"attention backend '{name}' cannot be used here: {reason}; "
             f"or set RingAttention.backend to 'auto' or one of {[b.name for b in able]}"

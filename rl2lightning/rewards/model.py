@@ -44,7 +44,7 @@ class RewardModel(Reward):
             False: at the end-of-turn token, as RM trains it.
         max_tokens: most tokens of one pass; a longer trajectory has one for itself. 1 scores them one by one, so that a
             score does not depend in its last bits on what else was waiting.
-        offload: keep the weights in (page-locked) host memory, once for each process, and on the device only from the
+        offload: keep the weights in host memory, once for each process, and on the device only from the
             first score of a rollout to its end.
     """
 
@@ -83,12 +83,12 @@ class RewardModel(Reward):
         host = torch.device("cpu")
         scorer = load_scalar_model(self.model, host if self.offload else device, getattr(torch, dtype))
         self._scorer, self._device = scorer, device
+        self._at_home, self._awake = [], False
         if self.offload:
             for module in scorer.modules():
                 for name, buffer in module.named_buffers(recurse=False):  # a few numbers, which may stay
                     setattr(module, name, buffer.to(device))
                 for name, p in module.named_parameters(recurse=False):
-                    p.data = p.data.pin_memory() if device.type == "cuda" else p.data
                     self._at_home.append((module, name, p))
 
     def sleep(self) -> None:
@@ -99,7 +99,7 @@ class RewardModel(Reward):
     def _wake(self) -> None:
         if not self._awake:
             for module, name, p in self._at_home:
-                setattr(module, name, nn.Parameter(p.to(self._device, non_blocking=True), requires_grad=False))
+                setattr(module, name, nn.Parameter(p.to(self._device), requires_grad=False))
             self._awake = True
 
     def release(self) -> None:

@@ -229,12 +229,13 @@ class VLLMEngine(RolloutEngine):
         weights: Iterable[tuple[str, Tensor]],
         version: int,
     ) -> None:
-        with read_to_end(weights) as stream:
+        # the frozen weights before the adapters, also where an error is to come out: as all processes gather them
+        with read_to_end(weights) as stream, read_to_end(() if self._has_base else base) as frozen:
             llm = self._started()
             self._refuse_running("update_adapter")
             self.version = None
             if not self._has_base:
-                self.update_weights(base, version)
+                self.update_weights(frozen, version)
                 self.version, self._has_base = None, True
             if self._adapter is None:
                 self._adapter = backend.Adapter()

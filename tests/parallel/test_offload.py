@@ -27,6 +27,7 @@ def test_views_of_one_storage_are_moved_once() -> None:
 def test_the_host_keeps_them_in_pieces_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "_CHUNK", 5)  # bytes: no tensor begins or ends with a piece
     tensors = [torch.arange(3.0), torch.arange(7, dtype=torch.int16), torch.arange(4, dtype=torch.uint8)]
+    assert [len(chunk) for chunk in offload._host_chunks(12, pin=False)] == [5, 5, 2]
     with in_host_memory(tensors):
         assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0, 0]
     assert [x.tolist() for x in tensors] == [[0, 1, 2], [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3]]

@@ -114,8 +114,11 @@ def test_an_offloaded_model_is_on_the_device_from_the_first_score_of_a_rollout_t
     assert all(buffer.device == elsewhere for buffer in scorer.buffers())
     reward.sleep()
     assert all(torch.equal(p, x) for p, x in zip(scorer.parameters(), before, strict=True))
+    reward._wake()  # a run that ends in the middle of a rollout
     for model in (reward, stays):
         model.prepare(CPU)
+    assert not reward._awake
+    assert {id(p) for _, _, p in reward._at_home} == {id(p) for p in reward._scorer.parameters()}
     for _ in range(2):
         assert reward(wanted) == stays(wanted) != 0
         for model in (reward, stays):
