@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from rl2lightning.rollout.engine import RolloutEngine
@@ -37,6 +38,8 @@ class Call:
 
 
 Outcome = tuple[int, Any, Exception | None]  # task, value, or else what was raised
+
+_PATIENCE = 1.0  # seconds
 
 
 class Scheduler:
@@ -88,7 +91,8 @@ class Scheduler:
         return [self.results[i] for i in range(len(tasks))]
 
     def _loop(self, tick: Callable[[int], None], enough: Callable[[], bool]) -> None:
-        ready: list[Outcome] = [(i, None, None) for i in range(len(self.tasks))]
+        ready = self._begin()
+        tick(len(self.results))
         while ready or self.requests or self.num_calls:
             self._start([(o[0], call) for o in ready if (call := self._advance(*o)) is not None])
             ready = []
@@ -103,6 +107,24 @@ class Scheduler:
                 self.cut = True
                 ready += self._ended(self.engine.abort(sorted(self.cuttable)))
             tick(len(self.results))
+
+    def _begin(self) -> list[Outcome]:
+        """Starts all tasks; what the calls return that they begin with, in the order of the tasks.
+
+        Where threads are fast, the engine then gets all first requests at once, whichever thread was the fastest: the
+        last bits of log-probs depend on how requests are batched. Calls that take long are not waited for.
+        """
+        self._start([(i, call) for i in range(len(self.tasks)) if (call := self._advance(i, None, None)) is not None])
+        outcomes: list[Outcome] = []
+        deadline = time.monotonic() + _PATIENCE
+        while self.num_calls and (left := deadline - time.monotonic()) > 0:
+            try:
+                returned = self.outcomes.get(timeout=left).result()
+            except Empty:
+                break
+            self.num_calls -= len(returned)
+            outcomes += returned
+        return sorted(outcomes, key=lambda outcome: outcome[0])
 
     def _ended(self, completions: list[Completion]) -> list[Outcome]:
         self.cuttable.difference_update(completion.request_id for completion in completions)

@@ -12,6 +12,7 @@ from torch import Tensor
 from rl2lightning.environments.base import Environment, StepResult
 from rl2lightning.environments.tools import ToolEnvironment
 from rl2lightning.rewards.base import FunctionReward, Reward, RewardTransform
+from rl2lightning.rollout import scheduler
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, derive_seed
 from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop
@@ -283,6 +284,36 @@ def test_reset_gives_the_first_messages_and_tools_reach_the_template(tokenizer):
     finally:
         tokenizer.chat_template = with_tools
     assert tokenizer.decode(t.token_ids).startswith("f|<|im_start|>user\nAda<|im_end|>")
+
+
+class Slow(Environment):
+    """Begins the sooner, the later a row is."""
+
+    def __init__(self, pause: float) -> None:
+        self.pause = pause
+
+    def reset(self, row):
+        time.sleep(self.pause * (5 - int(row["messages"][0]["content"])))
+        return row["messages"]
+
+    def step(self, messages, row):
+        return StepResult(done=True)
+
+
+def test_the_engine_gets_first_requests_together_and_in_order_however_long_their_threads_took(tokenizer):
+    engine = ScriptedEngine(tokenizer, echo)
+    jobs = [ask(str(i), i) for i in range(6)]
+    RolloutLoop(engine, tokenizer, environment=Slow(0.02)).run(jobs, SamplingParams(), 0)
+    assert [echo(tokenizer.decode(prompt))[0] for prompt, _ in engine.sent] == list("012345")
+
+
+def test_the_engine_does_not_wait_for_first_calls_that_take_long(tokenizer, monkeypatch):
+    monkeypatch.setattr(scheduler, "_PATIENCE", 0.1)
+    engine = ScriptedEngine(tokenizer, echo)
+    jobs = [ask(str(i), i) for i in (0, 5)]
+    result = RolloutLoop(engine, tokenizer, environment=Slow(0.1)).run(jobs, SamplingParams(), 0)
+    assert [echo(tokenizer.decode(prompt))[0] for prompt, _ in engine.sent] == list("50")
+    assert [t.group_id for t in result.trajectories] == [0, 5]
 
 
 class Failing(Counting):
