@@ -29,6 +29,8 @@ LossLevel = Literal["token", "sequence", "constant"]
 # micro-batch -> unreduced loss, diagnostics; of a loss with two normalisations, both parts, which are added up
 LossFn = Callable[[Sequences], tuple[Tensor | tuple[Tensor, Tensor], dict[str, Tensor]]]
 
+_IN_VAIN = 10  # steps without a sample, from the first on: then it is the data, not a row
+
 
 class PostTrainingModule(ModelOwner):
     """Base of the algorithms: a policy, its optimizer, and one optimizer step per Trainer batch.
@@ -241,12 +243,24 @@ class PostTrainingModule(ModelOwner):
             seqs: what is left of the whole step.
             num_dropped: samples of all processes that are not.
             nothing_left: the warning.
+
+        Raises:
+            ValueError: nothing was left of any step so far, and of too many.
         """
         self.log("train/dropped_samples", float(num_dropped), batch_size=1)
         if seqs is not None and seqs.truncated is not None:
             self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
-        if seqs is None:
-            rank_zero_warn(nothing_left)
+        if seqs is not None:
+            self._steps_in_vain = None
+            return
+        rank_zero_warn(nothing_left)
+        if self._steps_in_vain is not None:
+            self._steps_in_vain += 1
+            if self._steps_in_vain >= min(_IN_VAIN, self.trainer.estimated_stepping_batches):
+                raise ValueError(
+                    f"{nothing_left}; so it was in all {self._steps_in_vain} steps since training began: look at the "
+                    "rows of data.path, and at data.max_length"
+                )
 
     def counted_tokens(self, seqs: Sequences) -> Tensor:
         """[N] bool: the tokens that a loss per token is averaged over."""
@@ -257,6 +271,7 @@ class PostTrainingModule(ModelOwner):
         return seqs
 
     loss_in_progress_bar = True
+    _steps_in_vain: int | None = 0  # that nothing was learned from; None once something was
 
     def _optimizer(self, index: int) -> tuple[LightningOptimizer, LambdaLR]:
         optimizers, schedulers = self.optimizers(), self.lr_schedulers()

@@ -138,18 +138,21 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_p
     assert float(metrics["train/grad_norm"]) > 0
 
 
-def test_a_step_whose_pairs_were_all_dropped_changes_nothing_and_says_so(tiny_model: str, tmp_path: Path) -> None:
+def test_a_run_whose_pairs_were_all_dropped_changes_nothing_and_ends_in_an_error(
+    tiny_model: str, tmp_path: Path
+) -> None:
     path = write_rows(tmp_path / "pairs.jsonl", [{"messages": "a", "chosen": "1", "rejected": "1"}] * 2)
     trainer, module = trainer_for(tmp_path), reward_model(tiny_model)
     with (
         pytest.warns(UserWarning, match="every sample of this step was dropped"),
-        pytest.warns(UserWarning, match="every held-out sample was dropped"),
+        pytest.raises(ValueError, match="nothing was learned; so it was in all 1 steps since training began: look at"),
     ):
         trainer.fit(module, datamodule=PreferenceDataModule(path, batch_size=2, val_path=path))
-    assert trainer.global_step == 1
     start = dict(plain_model(tiny_model).named_parameters())
     for name, p in module.reward_model.lm.named_parameters():
         assert torch.equal(p.full_tensor(), start[name])
+    with pytest.warns(UserWarning, match="every held-out sample was dropped"):
+        trainer_for(tmp_path).validate(module, PreferenceDataModule(path, batch_size=2, val_path=path), verbose=False)
 
 
 @pytest.mark.parametrize("val_batch_size", [16, 5])
