@@ -248,10 +248,10 @@ class PostTrainingModule(ModelOwner):
             ValueError: nothing was left of any step so far, and of too many.
         """
         self.log("train/dropped_samples", float(num_dropped), batch_size=1)
-        if seqs is not None and seqs.truncated is not None:
-            self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
         if seqs is not None:
             self._steps_in_vain = None
+            if seqs.truncated is not None:
+                self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
             return
         rank_zero_warn(nothing_left)
         if self._steps_in_vain is not None:

@@ -32,9 +32,7 @@ class PreferenceModule(PostTrainingModule, ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reference: Policy | None = None
-        # weighted sums of the epoch that is being evaluated, and their weights; the same on every process
-        self._held_out: dict[str, tuple[Tensor | float, int]] = {}
-        self._num_dropped = 0  # likewise
+        self._begin_evaluation()
 
     # ---- the reference
 
@@ -102,10 +100,10 @@ class PreferenceModule(PostTrainingModule, ABC):
         self._evaluate(batch)
 
     def on_validation_epoch_start(self) -> None:
-        self._held_out, self._num_dropped = {}, 0  # of an evaluation that was interrupted
+        self._begin_evaluation()
 
     def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
+        self._begin_evaluation()
 
     def on_validation_epoch_end(self) -> None:
         self._log_held_out("val")
@@ -125,6 +123,11 @@ class PreferenceModule(PostTrainingModule, ABC):
         """What follows from the means of a whole evaluation."""
         return means
 
+    def _begin_evaluation(self) -> None:
+        # weighted sums of what was measured, and their weights; the same on every process
+        self._held_out: dict[str, tuple[Tensor | float, int]] = {}
+        self._num_dropped = 0  # likewise
+
     def _evaluate(self, batch: ChatBatch) -> None:
         seqs, num_dropped = self.gather(batch)
         means = {} if seqs is None else self.measure(seqs)
@@ -136,9 +139,7 @@ class PreferenceModule(PostTrainingModule, ABC):
 
     def _log_held_out(self, stage: str) -> None:
         means: dict[str, Any] = {name: total / weight for name, (total, weight) in self._held_out.items()}
-        self._held_out = {}
         self.log(f"{stage}/dropped_samples", float(self._num_dropped), batch_size=1, sync_dist=True)
-        self._num_dropped = 0
         if not means:
             rank_zero_warn(f"every held-out sample was dropped: there is nothing to measure in {stage}")
         for name, x in self.finish(means).items():

@@ -30,6 +30,14 @@ class Failure:
         return Failure(f"{kind}{error}")
 
 
+def attempt(fn: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
+    """What fn returns, or the failure that all processes are to hear of and the error behind it: for `gather`."""
+    try:
+        return fn(), None
+    except Exception as error:
+        return Failure.of(error), error
+
+
 def gather(outcome: T | Failure, error: Exception | None = None) -> list[T]:
     """The outcomes of all processes of the run, on each of them.
 
@@ -52,15 +60,11 @@ def succeed_together(fn: Callable[[], None]) -> None:
     Raises:
         RolloutError: fn raised on one of them; on all processes.
     """
-    error: Exception | None = None
-    try:
-        fn()
-    except Exception as raised:
-        error = raised
+    outcome, error = attempt(fn)
     failed = torch.tensor(int(error is not None))
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failed:
-        gather(None if error is None else Failure.of(error), error)
+        gather(outcome, error)
 
 
 class Generators:
@@ -109,11 +113,7 @@ class Generators:
             RolloutError: the run failed on some engine; on all processes of the run.
         """
         share, ours = self.share(jobs), self.share_of_carried(carried)
-        error: Exception | None = None
-        try:
-            outcome: Any = self.engine.together(lambda: run(share, ours))
-        except Exception as raised:
-            error, outcome = raised, Failure.of(raised)
+        outcome, error = attempt(lambda: self.engine.together(lambda: run(share, ours)))
         left = outcome.carried if isinstance(outcome, RolloutResult) else []
         everywhere: list[list[Carried]] = gather(outcome if isinstance(outcome, Failure) else left, error)
         if isinstance(outcome, RolloutResult):

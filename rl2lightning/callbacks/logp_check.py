@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from rl2lightning.callbacks.generation import Failure, gather
+from rl2lightning.callbacks.generation import attempt, gather
 from rl2lightning.rollout.engine import RolloutEngine, derive_seed
 from rl2lightning.types import Completion, RolloutError, SamplingParams, Sequences, Trajectory
 
@@ -29,12 +30,8 @@ def probe(engine: RolloutEngine, trajectories: list[Trajectory]) -> Sequences | 
     prompts = list(dict.fromkeys(map(tuple, prompts)))[:_NUM_PROMPTS]
     sampling = SamplingParams(max_tokens=_NUM_TOKENS)
     seeds = [derive_seed("probe", i) for i in range(len(prompts))]
-    error: Exception | None = None
-    try:
-        outcome: Any = engine.together(lambda: engine.generate(prompts, sampling, seeds)) or []
-    except Exception as raised:
-        error, outcome = raised, Failure.of(raised)
-    everywhere: list[list[Completion]] = gather(outcome, error)
+    generate = partial(engine.generate, prompts, sampling, seeds)
+    everywhere: list[list[Completion]] = gather(*attempt(lambda: engine.together(generate) or []))
     found = [c for part in everywhere for c in part if c.token_ids]
     if not found:
         return None

@@ -94,15 +94,13 @@ class Scheduler:
         ready = self._begin()
         tick(len(self.results))
         while ready or self.requests or self.num_calls:
-            self._start([(o[0], call) for o in ready if (call := self._advance(*o)) is not None])
+            self._resume(ready)
             ready = []
             if self.requests:
                 ready += self._ended(self.engine.step())
             # with nothing to generate there is only waiting for a call to return
             while self.num_calls and (not self.outcomes.empty() or not (ready or self.requests)):
-                outcomes = self.outcomes.get().result()
-                self.num_calls -= len(outcomes)
-                ready += outcomes
+                ready += self._returned()
             if not self.cut and enough():
                 self.cut = True
                 ready += self._ended(self.engine.abort(sorted(self.cuttable)))
@@ -114,16 +112,14 @@ class Scheduler:
         Where threads are fast, the engine then gets all first requests at once, whichever thread was the fastest: the
         last bits of log-probs depend on how requests are batched. Calls that take long are not waited for.
         """
-        self._start([(i, call) for i in range(len(self.tasks)) if (call := self._advance(i, None, None)) is not None])
+        self._resume([(i, None, None) for i in range(len(self.tasks))])
         outcomes: list[Outcome] = []
         deadline = time.monotonic() + _PATIENCE
         while self.num_calls and (left := deadline - time.monotonic()) > 0:
             try:
-                returned = self.outcomes.get(timeout=left).result()
+                outcomes += self._returned(timeout=left)
             except Empty:
                 break
-            self.num_calls -= len(returned)
-            outcomes += returned
         return sorted(outcomes, key=lambda outcome: outcome[0])
 
     def _ended(self, completions: list[Completion]) -> list[Outcome]:
@@ -152,6 +148,16 @@ class Scheduler:
         if wanted.may_be_cut:
             self.cuttable.add(request_id)
         return None
+
+    def _resume(self, outcomes: list[Outcome]) -> None:
+        """Resumes tasks, and starts the calls that they want."""
+        self._start([(o[0], call) for o in outcomes if (call := self._advance(*o)) is not None])
+
+    def _returned(self, timeout: float | None = None) -> list[Outcome]:
+        """What the calls returned that a thread made one after another; raises Empty if none does in time."""
+        outcomes = self.outcomes.get(timeout=timeout).result()
+        self.num_calls -= len(outcomes)
+        return outcomes
 
     def _start(self, calls: list[tuple[int, Call]]) -> None:
         """Hands calls to the threads, several at a time where there are many: most are far cheaper than a hand-over."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rl2lightning import GRPO, FSDP2TPStrategy, HFEngine, PromptDataModule, RolloutCallback, SamplingParams
 from rl2lightning.types import RolloutError
 
-FAILURES = ["first push", "second push", "wake", "probe"]
+FAILURES = ["first push", "second push", "wake", "probe", "sleep"]
 
 
 class FailingEngine(HFEngine):
@@ -40,6 +40,11 @@ class FailingEngine(HFEngine):
         if self.fails("wake"):
             raise MemoryError("no room for the cache")
         super().wake()
+
+    def sleep(self) -> None:
+        if self.num_pushes and self.fails("sleep"):  # after a rollout, not when a run begins
+            raise OSError("the cache stays")
+        super().sleep()
 
     def generate(self, prompts, sampling, seeds):
         if self.fails("probe"):

@@ -26,6 +26,7 @@ def outcomes(
         ("second push", "pushed weight '", 1),
         ("wake", "MemoryError: no room for the cache", 0),
         ("probe", "OSError: the device fell off", 0),
+        ("sleep", "OSError: the cache stays", 0),
         ("none", "", 2),
     ],
 )

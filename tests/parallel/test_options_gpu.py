@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
+from quiet import quiet_trainer
 
 from rl2lightning import SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig
 
@@ -13,18 +13,8 @@ pytestmark = pytest.mark.gpu
 
 def trained(model: str, task: str, directory: Path, **options) -> dict[str, torch.Tensor]:
     module = SFT(model, optimizer=OptimizerConfig(lr=1e-3, schedule="constant", warmup_ratio=0.0))
-    trainer = L.Trainer(
-        strategy=FSDP2TPStrategy(**options),
-        accelerator="gpu",
-        devices=1,
-        max_steps=3,
-        val_check_interval=1,
-        default_root_dir=directory,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    settings = {"accelerator": "gpu", "devices": 1, "max_steps": 3, "val_check_interval": 1}
+    trainer = quiet_trainer(directory, strategy=FSDP2TPStrategy(**options), **settings)
     trainer.fit(module, datamodule=ChatDataModule(f"conversations@{task}", batch_size=8, val_ratio=0.2, seed=0))
     assert torch.isfinite(trainer.callback_metrics["val/loss"])
     assert module.device.type == "cuda"
