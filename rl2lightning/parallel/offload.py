@@ -13,39 +13,71 @@ from torch.optim import Optimizer
 _CHUNK = 2**30  # torch's cache rounds page-locked memory up to a power of two: a weight of 2.1 GB would take 4
 
 
+class Parked:
+    """Tensors whose storages are empty on their device until `give_back`; what they held is in host memory.
+
+    The tensors stay the objects they are, and so do views of them. The copies are in page-locked memory, where there is
+    a GPU. Everything is queued on the device's current stream and the host waits for none of it.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._storages = _storages(tensors)
+        self.on_gpu = any(s.device.type == "cuda" for s in self._storages)
+        self._sizes = [s.nbytes() for s in self._storages]
+        self._chunks = _host_chunks(sum(self._sizes), pin=self.on_gpu)
+        for there, here in _beside(self._storages, self._chunks):
+            here.copy_(there, non_blocking=True)
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def give_back(self) -> None:
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        for there, here in _beside(self._storages, self._chunks):
+            there.copy_(here, non_blocking=True)
+
+
 @contextmanager
 def in_host_memory(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, the tensors have no storage on their device; afterwards they hold what they held.
-
-    The tensors stay the objects they are, and so do views of them: only their storages are emptied and filled again.
-    The copies are kept in page-locked memory, where there is a GPU, and are given up at the end.
-    """
-    storages = _storages(tensors)
-    pin = any(s.device.type == "cuda" for s in storages)
-    sizes = [s.nbytes() for s in storages]
-    chunks = _host_chunks(sum(sizes), pin=pin)
-    for there, here in _beside(storages, chunks):
-        here.copy_(there, non_blocking=True)
-    _wait(pin)
-    for storage in storages:
-        storage.resize_(0)
-    if pin:
+    """Inside, the tensors have no storage on their device; afterwards they hold what they held."""
+    parked = Parked(tensors)
+    if parked.on_gpu:
         torch.cuda.empty_cache()  # an engine beside us allocates outside this cache
     try:
         yield
     finally:
-        for storage, size in zip(storages, sizes, strict=True):
-            storage.resize_(size)
-        for there, here in _beside(storages, chunks):
-            there.copy_(here, non_blocking=True)
-        _wait(pin)
+        parked.give_back()
 
 
-def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """The state that grows with the model: moments, not step counters."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            yield from (x for x in state.values() if isinstance(x, Tensor) and x.ndim)
+class ParkedMoments:
+    """Keeps an optimizer's moments in host memory at all times but its own steps.
+
+    Whoever asks for its `state_dict`, or loads one, finds them on the device; `park` ends that. In `state` itself there
+    are tensors without storage, which nobody may read.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._parked: Parked | None = None
+        optimizer.register_step_pre_hook(lambda *_: self.fetch())
+        optimizer.register_step_post_hook(lambda *_: self.park())
+        optimizer.register_state_dict_pre_hook(lambda _: self.fetch())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.fetch())
+
+    def fetch(self) -> None:
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            parked.give_back()
+
+    def park(self) -> None:
+        if self._parked is None:
+            self._parked = Parked(moments(self.optimizer))
+
+
+def moments(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The state that grows with the model, not step counters."""
+    for state in optimizer.state.values():
+        yield from (x for x in state.values() if isinstance(x, Tensor) and x.ndim)
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -78,8 +110,3 @@ def _beside(storages: list[torch.UntypedStorage], chunks: list[Tensor]) -> Itera
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-
-
-def _wait(pin: bool) -> None:
-    if pin:
-        torch.cuda.synchronize()

@@ -28,7 +28,7 @@ from rl2lightning.parallel.checkpoint_writer import CheckpointWriter
 from rl2lightning.parallel.collectives import Collectives
 from rl2lightning.parallel.fsdp import clip_grad_norm, gradient_sync, reshard
 from rl2lightning.parallel.mesh import build_meshes, mesh_shape
-from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
+from rl2lightning.parallel.offload import ParkedMoments, in_host_memory
 from rl2lightning.parallel.ring.plugin import RingAttention
 
 
@@ -51,8 +51,8 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
             more compute for memory that does not grow with depth; "selective" does, too, but keeps the output of
             attention, which at long sequences is most of that third.
         compile: compile each transformer block (torch.compile).
-        offload: what leaves the GPU for page-locked host memory while an engine generates: the optimizer's state, or
-            that and parameters ("all").
+        offload: what leaves the GPU for page-locked host memory: the optimizer's moments at all times but its steps,
+            each of which then moves them there and back, or with "all" also the parameters while an engine generates.
         cpu_offload: keep parameters, gradients and optimizer state in host memory, fetched block by block: slow, for
             finding out whether a model fits at all.
         async_checkpoints: write checkpoints while training goes on; a save waits for the one before it, so that of
@@ -97,6 +97,7 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
         self.async_checkpoints = async_checkpoints
         self._checkpoints: CheckpointWriter | None = None  # from the first save of a fit on
         self._saves_at_once = False
+        self._moments: list[ParkedMoments] = []
         self._pending_rng: dict[str, Any] | None = None
 
     # ---- processes and mesh
@@ -174,7 +175,17 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
         self.barrier()
         return fn()
 
-    # ---- what `update` needs
+    # ---- optimizers, and what `update` needs
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        self._moments = []
+        if self.offload != "none" and not self.cpu_offload:  # with that they are in host memory anyway
+            self._moments = [ParkedMoments(_unwrap(optimizer)) for optimizer in self.optimizers]
+
+    def _park_moments(self) -> None:
+        for kept in self._moments:
+            kept.park()
 
     def gradient_sync(self, model: nn.Module, last: bool) -> Any:
         """A micro-batch's backward pass goes inside; `last`: it is the last one of the step."""
@@ -200,16 +211,11 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
     @contextmanager
     def offloaded(self) -> Iterator[None]:
         """Makes room for an engine: what the setting `offload` names is in host memory inside."""
-        tensors: list[Tensor] = []
-        if self.cpu_offload:  # all of it is there already, in page-locked storages that cannot be resized
+        if self.offload != "all" or self.cpu_offload:  # with that, storages are page-locked and cannot be resized
             yield
             return
-        if self.offload != "none":
-            tensors += optimizer_tensors(_unwrap(o) for o in self.optimizers)
-        if self.offload == "all":
-            assert self.model is not None
-            tensors += self.model.parameters()
-        with in_host_memory(tensors):
+        assert self.model is not None
+        with in_host_memory(self.model.parameters()):
             yield
 
     # ---- checkpoints
@@ -234,7 +240,10 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
         path = Path(self.broadcast(str(filepath)))
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(background=self.async_checkpoints, timeout=self._timeout)
-        self._checkpoints.save(checkpoint, path, files=self._module.write_model_files)
+        try:
+            self._checkpoints.save(checkpoint, path, files=self._module.write_model_files)
+        finally:
+            self._park_moments()
         # where nothing goes on nobody else would wait for it
         if self._saves_at_once or self._module.trainer.state.status != TrainerStatus.RUNNING:
             self.wait_for_checkpoint()
@@ -263,6 +272,7 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
         meta, rng = ckpt.load(
             path, self.model, optimizers, exclude=exclude, rank=self.global_rank, world=self.world_size
         )
+        self._park_moments()
         self._pending_rng = rng if fitting else None
         return meta
 

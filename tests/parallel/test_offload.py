@@ -1,9 +1,11 @@
+from copy import deepcopy
+
 import pytest
 import torch
 
 from rl2lightning import FSDP2TPStrategy
 from rl2lightning.parallel import offload
-from rl2lightning.parallel.offload import in_host_memory, optimizer_tensors
+from rl2lightning.parallel.offload import ParkedMoments, in_host_memory, moments
 
 
 def test_storages_are_empty_inside_and_as_before_afterwards() -> None:
@@ -40,14 +42,55 @@ def test_an_error_inside_gives_everything_back() -> None:
     assert x.tolist() == [0, 1, 2]
 
 
+def adamw(weight: torch.Tensor) -> torch.optim.AdamW:
+    return torch.optim.AdamW([weight], lr=0.1)
+
+
+def size_of_moments(optimizer: torch.optim.Optimizer) -> int:
+    return sum(x.untyped_storage().nbytes() for x in moments(optimizer))
+
+
 def test_the_moments_are_what_an_optimizer_has_to_move() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 3))
-    optimizer = torch.optim.AdamW([weight])
+    optimizer = adamw(weight)
     weight.grad = torch.ones(2, 3)
     optimizer.step()
     state = optimizer.state[weight]
-    tensors = list(optimizer_tensors([optimizer]))
-    assert {id(x) for x in tensors} == {id(state["exp_avg"]), id(state["exp_avg_sq"])}
+    assert {id(x) for x in moments(optimizer)} == {id(state["exp_avg"]), id(state["exp_avg_sq"])}
+
+
+def test_moments_are_there_in_steps_alone_and_the_steps_are_the_same() -> None:
+    weight, plain = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    optimizer, reference = adamw(weight), adamw(plain)
+    ParkedMoments(optimizer)
+    for step in range(3):
+        weight.grad = plain.grad = torch.arange(6.0).view(2, 3) - step
+        optimizer.step()
+        reference.step()
+        assert size_of_moments(optimizer) == 0
+    assert size_of_moments(reference) == 2 * 6 * 4
+    assert torch.equal(weight, plain)
+
+
+def test_who_saves_or_loads_an_optimizer_finds_the_moments_until_they_are_parked_again() -> None:
+    weight, other = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    optimizer, loaded = adamw(weight), adamw(other)
+    kept = [ParkedMoments(optimizer), ParkedMoments(loaded)]
+    for x, each in ((weight, optimizer), (other, loaded)):
+        x.grad = torch.full((2, 3), 2.0)
+        each.step()
+        x.grad = None
+    weight.grad = torch.ones(2, 3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    torch.testing.assert_close(state["state"][0]["exp_avg"], torch.full((2, 3), 0.9 * 0.2 + 0.1))
+    loaded.load_state_dict(deepcopy(state))  # it would share the tensors
+    assert size_of_moments(optimizer) == size_of_moments(loaded) == 2 * 6 * 4
+    for each in kept:
+        each.park()
+        each.park()  # once is enough
+    assert size_of_moments(optimizer) == size_of_moments(loaded) == 0
+    torch.testing.assert_close(loaded.state_dict()["state"][0]["exp_avg"], torch.full((2, 3), 0.28))
 
 
 @pytest.mark.parametrize(("cpu_offload", "inside"), [(False, 0), (True, 24)])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from quiet import quiet_trainer
 
 from rl2lightning import GRPO, SFT, ChatDataModule, FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback
@@ -54,10 +55,9 @@ def test_compiled_blocks_agree_to_rounding(plain: dict, tiny_model: str, task: s
         torch.testing.assert_close(x, plain[name], rtol=1e-3, atol=1e-4)
 
 
-# (before the first rollout, before the second) in sizes of the model: only then are there moments, two per parameter
-@pytest.mark.parametrize(("offload", "sizes"), [("none", (0, 0)), ("optimizer", (0, 2)), ("all", (1, 3))])
-def test_offload_moves_what_it_names_while_the_engine_generates(
-    offload: str, sizes: tuple[int, int], tiny_model: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("offload", "rollouts"), [("none", []), ("optimizer", []), ("all", [1, 1])])
+def test_parameters_leave_while_the_engine_generates_if_asked(
+    offload: str, rollouts: list[int], tiny_model: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: list[int] = []
     original = strategy_module.in_host_memory
@@ -70,7 +70,49 @@ def test_offload_moves_what_it_names_while_the_engine_generates(
     monkeypatch.setattr(strategy_module, "in_host_memory", watched)
     weights = weights_after_training(tiny_model, task, tmp_path, offload=offload)
     size = sum(x.numel() for x in weights.values())
-    assert moved == [n * size for n in sizes]
+    assert moved == [n * size for n in rollouts]
+
+
+class Moments(SFT):
+    """Notes at each micro-batch the bytes of moments on the device, in sizes of the model."""
+
+    def loss(self, seqs):
+        assert self.policy is not None
+        held = [x for state in self.optimizers().state.values() for x in state.values() if x.ndim]
+        size = sum(p.untyped_storage().nbytes() for p in self.policy.parameters())
+        self.held.append(sum(x._local_tensor.untyped_storage().nbytes() for x in held) / size)
+        return super().loss(seqs)
+
+
+@pytest.mark.parametrize(("offload", "size"), [("none", 2), ("optimizer", 0), ("all", 0)])
+def test_moments_are_elsewhere_in_forward_and_backward_if_asked_also_after_a_checkpoint(
+    offload: str, size: int, tiny_model: str, task: str, tmp_path: Path
+) -> None:
+    def run(directory: str, *, steps: int, offload: str, ckpt_path: str | None = None) -> Moments:
+        constant = OptimizerConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0)
+        module = Moments(tiny_model, init_seed=0, max_tokens_per_device=64, optimizer=constant)
+        module.held = []
+        every_step = ModelCheckpoint(tmp_path / directory, save_top_k=0, save_last=True, every_n_train_steps=1)
+        trainer = quiet_trainer(
+            tmp_path / directory,
+            every_step,
+            strategy=FSDP2TPStrategy(offload=offload),
+            limit_val_batches=0,
+            max_steps=steps,
+            enable_checkpointing=True,
+        )
+        data = ChatDataModule(f"conversations@{task}", batch_size=4)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return module
+
+    module = run("interrupted", steps=2, offload=offload)
+    assert module.held[0] == 0
+    assert module.held[-1] == size
+    resumed = run("interrupted", steps=3, offload=offload, ckpt_path="last")
+    assert set(resumed.held) == {size}
+    plain = run("plain", steps=3, offload="none")
+    weights = dict(plain.policy_weights())
+    assert {name for name, x in resumed.policy_weights() if not torch.equal(x, weights[name])} == set()
 
 
 class Watched(SFT):
