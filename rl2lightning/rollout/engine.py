@@ -118,7 +118,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Advances all requests by about a token; returns those that finished, [] if idle."""
+        """Advances all requests by a token or a few; returns those that finished, [] if idle."""
 
     @abstractmethod
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from rl2lightning.types import Completion, SamplingParams
 
 _CPU_CACHE = 256 << 20
 _GPU_CACHE = 0.25  # of the device's memory
+_STEPS_AT_ONCE = 8  # of several processes between two exchanges, each of which all of them wait for
 
 
 @dataclass
@@ -299,10 +300,16 @@ class VLLMEngine(RolloutEngine):
         if not self._live:
             return done
         self._tell(step=True)
-        for output in self._step():
+        failed: Exception | None = None
+        for output in self._steps():
             request = self._live.get(output.request_id)
-            if request is not None and (completion := self._take(output, request)) is not None:
-                done.append(completion)
+            try:
+                if request is not None and (completion := self._take(output, request)) is not None:
+                    done.append(completion)
+            except RuntimeError as error:  # said when the others, who know nothing of it, have done their steps
+                failed = failed or error
+        if failed is not None:
+            raise failed
         self._flush()
         return done
 
@@ -357,7 +364,8 @@ class VLLMEngine(RolloutEngine):
             if news is not None:
                 self._carry_out(news)
             if news is None or news.step:
-                self._step()
+                for _ in self._steps():
+                    pass
 
     def release(self) -> None:
         if self._lockstep is not None:
@@ -386,6 +394,11 @@ class VLLMEngine(RolloutEngine):
         for request_id, prompt, sampling, limit, stop, seed in news.submitted:
             params = backend.request_params(sampling, max_tokens=limit, stop_token_ids=stop, seed=seed)
             backend.add_request(llm, request_id, prompt, params, self._adapter)
+
+    def _steps(self) -> Iterator[Any]:
+        """What requests got, of one step of the engine after the other."""
+        for _ in range(1 if self._lockstep is None else _STEPS_AT_ONCE):
+            yield from self._step()
 
     def _step(self) -> list[Any]:
         with backend.own_random_numbers(self._device):

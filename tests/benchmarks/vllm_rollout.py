@@ -121,8 +121,8 @@ def main(args: argparse.Namespace) -> None:
         engine.sleep()
     asleep = used(device)
     torch.manual_seed(0)  # the same weights on every process
-    with device:
-        model = Qwen2ForCausalLM(config).bfloat16().eval()
+    with device:  # not .bfloat16(), which would round the frequencies of the positions, too
+        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     trainers = used(device) - asleep
 
     rows, num_tokens, rounding = [], 0, torch.zeros(())

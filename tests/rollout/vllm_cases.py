@@ -22,7 +22,7 @@ from rl2lightning.callbacks.logp_check import probe
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.loop import Job, RolloutLoop
 from rl2lightning.rollout.partial import Carried, PartialRollouts
-from rl2lightning.rollout.vllm import VLLMEngine
+from rl2lightning.rollout.vllm import _STEPS_AT_ONCE, VLLMEngine
 from rl2lightning.types import RolloutError, SamplingParams, Trajectory
 
 
@@ -67,15 +67,15 @@ def check_numbers(engine: VLLMEngine, sharded, model, *, version: int) -> None:
 def check_abort(engine: VLLMEngine) -> None:
     """Followers stay in step through requests that are cut off, texts that end one, and errors of the leader."""
 
+    steps = 1 if engine.tensor == 1 else _STEPS_AT_ONCE
+
     def lead() -> list[int]:
-        engine.submit("a", [5, 6], SamplingParams(max_tokens=30), seed=1)
+        engine.submit("a", [5, 6], SamplingParams(max_tokens=60), seed=1)
         engine.submit("b", [7], SamplingParams(max_tokens=4), seed=2)
-        for _ in range(3):
-            engine.step()
+        done = [c for _ in range(3) for c in engine.step()]
         (partial,) = engine.abort(["a"])
-        assert len(partial.token_ids) == 3
+        assert len(partial.token_ids) == 3 * steps
         engine.submit("a", [5, 6, *partial.token_ids], SamplingParams(max_tokens=3), seed=1)
-        done = []
         while engine.unfinished:
             done += engine.step()
         assert sorted(c.request_id for c in done) == ["a", "b"]
@@ -95,6 +95,16 @@ def check_abort(engine: VLLMEngine) -> None:
 
     with pytest.raises(KeyError) if engine.leads else nullcontext():
         engine.together(fail)
+
+
+def check_broken_weights(engine: VLLMEngine, sharded) -> None:
+    """The leader finds them in the middle of steps that the others make, too, and says so when these are made."""
+    nowhere = ((name, p.full_tensor() * float("nan")) for name, p in sharded.named_parameters())
+    engine.update_weights(nowhere, version=8)
+    sampling = SamplingParams(max_tokens=20)
+    with pytest.raises(RuntimeError, match="non-finite") if engine.leads else nullcontext():
+        engine.together(lambda: engine.generate([[5, 6]], sampling, [0]))
+    assert engine.unfinished == 0
 
 
 def check_jobs(engine: VLLMEngine, *, replica_size: int) -> list[tuple[int, int, list[int]]]:
@@ -157,6 +167,8 @@ def check_all(tensor: int, directory: str) -> None:
                 q.add_(change)
                 p.add_(distribute_tensor(change, p.device_mesh, p.placements))  # type: ignore[attr-defined]
     check_abort(engine)
+    check_broken_weights(engine, sharded)
+    check_numbers(engine, sharded, model, version=9)
 
     # whether the two are two replicas or one, the same trajectories come out
     everyone = from_all(check_jobs(engine, replica_size=1))
