@@ -3,7 +3,7 @@
     python tests/benchmarks/rl_step.py                                     # GRPO, Qwen2.5-1.5B shape, 32 x 8 x 1,024
     python tests/benchmarks/rl_step.py --algorithm ppo
     python tests/benchmarks/rl_step.py --shape 7b --prompts 64 --max-tokens 2048 --checkpointing full --offload all \\
-        --tokens-per-device 8192
+        --tokens-per-device 32768
     torchrun --nproc-per-node 2 tests/benchmarks/rl_step.py --tensor 2     # the engine over both GPUs
     python tests/benchmarks/rl_step.py --shape tiny --prompts 2 --max-tokens 32   # on a CPU, to see that it runs
 
@@ -28,7 +28,15 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from rl2lightning import FSDP2TPStrategy, OptimizerConfig, PromptDataModule, RolloutCallback, SamplingParams, Trainer
+from rl2lightning import (
+    FSDP2TPStrategy,
+    LoRAConfig,
+    OptimizerConfig,
+    PromptDataModule,
+    RolloutCallback,
+    SamplingParams,
+    Trainer,
+)
 
 VOCABULARY, PROMPT_LENGTH, NUM_STOPS = 151_936, 256, 300
 COLUMNS = ("step", "generate", "score", "update", "push")
@@ -39,18 +47,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(directory: Path, shape: str) -> None:
+def write_model(directory: Path, shape: str, *, weights: bool) -> None:
     """Config, a tokenizer without merges (a letter is a token), prompts, and a generation config with many stops."""
-    from transformers import GenerationConfig, Qwen2Config, Qwen2Tokenizer
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
     vocabulary = 2048 if shape == "tiny" else VOCABULARY
-    Qwen2Config(
+    config = Qwen2Config(
         vocab_size=vocabulary,
         num_hidden_layers=2 if shape == "tiny" else 28,
         tie_word_embeddings=shape != "7b",
         max_position_embeddings=4096,
         **SHAPES[shape],
-    ).save_pretrained(directory)
+    )
+    config.save_pretrained(directory)
+    if weights:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     letters = {letter: i for i, letter in enumerate(string.ascii_lowercase)}
     rest = {f"<{i}>": i for i in range(len(letters), vocabulary - 1)}
     special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<end>")
@@ -130,14 +142,19 @@ def coin(messages: list[dict[str, str]]) -> float:
 def main(args: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
     common: dict[str, Any] = {
-        "random_init": True,
+        "random_init": args.lora == "none",
         "optimizer": OptimizerConfig(lr=1e-6, schedule="constant", warmup_ratio=0.0),
         "sampling": SamplingParams(max_tokens=args.max_tokens),
         "samples_per_prompt": args.samples,
         "max_tokens_per_device": args.tokens_per_device,
+        "lora": LoRAConfig() if args.lora != "none" else None,
     }
     engine = rl2lightning.VLLMEngine(
-        tensor=args.tensor, max_model_len=PROMPT_LENGTH + args.max_tokens, kv_cache_memory_bytes=args.kv_cache
+        tensor=args.tensor,
+        max_model_len=PROMPT_LENGTH + args.max_tokens,
+        kv_cache_memory_bytes=args.kv_cache,
+        lora="adapter" if args.lora == "adapter" else "merged",
+        sleep=args.lora != "adapter",  # which needs the frozen weights in the engine
     )
     phases = Phases()
     rollouts = RolloutCallback(
@@ -148,7 +165,7 @@ def main(args: argparse.Namespace) -> None:
     )
     with tempfile.TemporaryDirectory() as own:  # the same files for every process
         directory = Path(own)
-        write_model(directory, args.shape)
+        write_model(directory, args.shape, weights=args.lora != "none")
         kind = rl2lightning.PPO if args.algorithm == "ppo" else rl2lightning.GRPO
         trainer = Trainer(
             accelerator="gpu" if on_gpu else "cpu",
@@ -205,5 +222,6 @@ if __name__ == "__main__":
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--offload", choices=["none", "optimizer", "all"], default="none")
+    parser.add_argument("--lora", choices=["none", "merged", "adapter"], default="none", help="how it is pushed")
     parser.add_argument("--check-logps", choices=["first", "always", "never"], default="first")
     main(parser.parse_args())
