@@ -89,14 +89,20 @@ def find_last_checkpoint_with(trainer: Any, find: Callable[[TrainerFn], Path | N
 
     Lightning 2.6 looks only into the directory of the new run, and only for files called `last`. Remove when Trainer
     has a hook for it.
+
+    What the first process found holds for all: on a shared file system others may not see it yet, or see it still. It
+    tells them right before the checkpoint is read, as there are no process groups earlier.
     """
     connector = trainer._checkpoint_connector
-    parse = connector._parse_ckpt_path
+    parse, resume = connector._parse_ckpt_path, connector.resume_start
 
     def instead(state_fn: TrainerFn, ckpt_path: Any, **kwargs: Any) -> Any:
         return parse(state_fn, find(state_fn) if ckpt_path == "last" else ckpt_path, **kwargs)
 
-    connector._parse_ckpt_path = instead
+    def resume_together(checkpoint_path: Any = None, **kwargs: Any) -> None:
+        resume(trainer.strategy.broadcast(checkpoint_path), **kwargs)
+
+    connector._parse_ckpt_path, connector.resume_start = instead, resume_together
 
 
 def link_checkpoints_through(trainer: Any, link: Callable[[Path, Path], None]) -> None:

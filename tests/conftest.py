@@ -136,7 +136,8 @@ def run_on() -> Callable[..., None]:
     def run(world_size: int, *program: str | Path, timeout: int = 300) -> None:
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", f"--master-port={_free_port()}"]
         command = [sys.executable, *(torchrun if world_size > 1 else []), *map(str, program)]
-        done = subprocess.run(command, cwd=REPO, env=_environment(), capture_output=True, text=True, timeout=timeout)
+        environment = _environment() | {"PYTHONPATH": str(REPO / "tests/helpers")}
+        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
     return run

@@ -38,33 +38,34 @@ def attempt(fn: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
         return Failure.of(error), error
 
 
-def gather(outcome: T | Failure, error: Exception | None = None) -> list[T]:
+def gather(outcome: T | Failure, error: Exception | None = None, *, raising: type[Exception] = RolloutError) -> list[T]:
     """The outcomes of all processes of the run, on each of them.
 
     Raises:
-        RolloutError: one of them is a failure; on all processes, and where it happened caused by `error`.
+        RolloutError: (or `raising`) one of them is a failure; on all processes, and where it happened caused by
+            `error`.
     """
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, outcome)
     if failure := next((x for x in everywhere if isinstance(x, Failure)), None):
-        raise RolloutError(failure.message) from error
+        raise raising(failure.message) from error
     return everywhere
 
 
-def succeed_together(fn: Callable[[], None]) -> None:
+def succeed_together(fn: Callable[[], None], *, raising: type[Exception] = RolloutError) -> None:
     """Runs fn on every process of the run.
 
     Nobody waits for more than a number in host memory. Where fn runs collectives, a process that fails has to have
     taken part in all of them.
 
     Raises:
-        RolloutError: fn raised on one of them; on all processes.
+        RolloutError: (or `raising`) fn raised on one of them; on all processes.
     """
     outcome, error = attempt(fn)
     failed = torch.tensor(int(error is not None))
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failed:
-        gather(outcome, error)
+        gather(outcome, error, raising=raising)
 
 
 class Generators:

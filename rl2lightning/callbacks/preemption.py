@@ -12,7 +12,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from rl2lightning.types import NonFiniteError, RolloutError
@@ -100,10 +99,11 @@ class Preemption(L.Callback):
             self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0  # no time to validate
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        training = self._training  # otherwise there is nothing to save, or the models are not there yet
         self._restore()
         if isinstance(exception, NonFiniteError):  # every process raises it at the same step, so all can save
             self._save(trainer, "non-finite steps")
-        elif isinstance(exception, RolloutError) and trainer.state.fn == TrainerFn.FITTING and trainer.global_step:
+        elif isinstance(exception, RolloutError) and training and trainer.global_step:
             self._save(trainer, "a rollout that failed")  # every process raises that, too
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:

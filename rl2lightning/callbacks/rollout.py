@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import lightning as L
@@ -128,20 +128,16 @@ class RolloutCallback(HeldOutSamples):
             pl_module.check_partial()
         self._check_due = self.check_logps != "never"
         self._generators = Generators(self.engine, strategy.meshes.replica.size())
-        for reward in self.rewards:
-            reward.prepare(strategy.root_device)
-        self.engine.start(
-            EngineSpec(
-                model_path=pl_module.local_model_path(),
-                device=strategy.root_device,
-                dtype=strategy.compute_dtype,
-                stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path(), apply_chat_template=chat),
-                tokenizer=tokenizer,
-                structured=pl_module.structured,
-                adapter_rank=pl_module.adapter_rank,
-            )
+        spec = EngineSpec(
+            model_path=pl_module.local_model_path(),
+            device=strategy.root_device,
+            dtype=strategy.compute_dtype,
+            stop_token_ids=stop_token_ids(tokenizer, pl_module.local_model_path(), apply_chat_template=chat),
+            tokenizer=tokenizer,
+            structured=pl_module.structured,
+            adapter_rank=pl_module.adapter_rank,
         )
-        self.engine.sleep()  # the model that is trained comes next, and has the device to itself
+        succeed_together(lambda: self._start(spec))
         self.loop = RolloutLoop(
             self.engine,
             tokenizer,
@@ -154,6 +150,12 @@ class RolloutCallback(HeldOutSamples):
             on_environment_error=self.on_environment_error,
             apply_chat_template=chat,
         )
+
+    def _start(self, spec: EngineSpec) -> None:
+        for reward in self.rewards:
+            reward.prepare(self._strategy.root_device)
+        self.engine.start(spec)
+        self.engine.sleep()  # the model that is trained comes next, and has the device to itself
 
     def _close(self) -> None:
         self._strategy = self._trainer = None
@@ -212,10 +214,25 @@ class RolloutCallback(HeldOutSamples):
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """The engine's part of the device, as long as it generates."""
-        with self._strategy.offloaded():
+        room = ExitStack()
+        try:
+            succeed_together(lambda: room.enter_context(self._strategy.offloaded()))
             succeed_together(self.engine.wake)
             yield
             succeed_together(self._sleep)
+        except RolloutError:  # on all processes
+            with suppress(RolloutError):  # what comes back needs the room; what went wrong first says more
+                succeed_together(self._sleep)
+            self._give_back(room)
+            raise
+        except BaseException:  # on this process, for all it knows
+            room.close()
+            raise
+        self._give_back(room)
+
+    def _give_back(self, room: ExitStack) -> None:
+        """Where that fails, what is trained is lost: no RolloutError, after which a checkpoint would be saved."""
+        succeed_together(room.close, raising=RuntimeError)
 
     def _sleep(self) -> None:
         self.engine.sleep()

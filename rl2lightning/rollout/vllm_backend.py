@@ -108,14 +108,49 @@ def process_kept() -> Iterator[None]:
         os.environ.update(environment)
 
 
-class DefaultGroupKept:
+class _Instead:
+    """Stands in a function's place as long as engines of this process need that; they may end in any order."""
+
+    def __init__(self, original: Callable[[], None], instead: Callable[[], None]) -> None:
+        self.original, self.instead, self.users = original, instead, 0
+
+    def __call__(self) -> None:
+        return self.instead() if self.users else self.original()
+
+
+class _Replaced:
+    """A function of another package's that an engine cannot have done: from `apply` to `revert`, another one is."""
+
+    def __init__(self) -> None:
+        self._revert: Callable[[], None] | None = None
+
+    def _apply(self, module: Any, name: str, instead: Callable[[], None]) -> None:
+        if self._revert is not None:
+            return
+        there = getattr(module, name)
+        if not isinstance(there, _Instead):  # otherwise another engine has put it there
+            there = _Instead(there, instead)
+            setattr(module, name, there)
+        there.users += 1
+
+        def revert() -> None:
+            there.users -= 1
+            if not there.users:
+                setattr(module, name, there.original)
+
+        self._revert = revert
+
+    def revert(self) -> None:
+        if self._revert is not None:
+            self._revert()
+            self._revert = None
+
+
+class DefaultGroupKept(_Replaced):
     """From `apply` to `revert`, vLLM's clean-up destroys its own process groups and not the trainer's.
 
     All versions end an engine by `torch.distributed.destroy_process_group()`, as if nobody else had a use for it.
     """
-
-    def __init__(self) -> None:
-        self._original: Any = None
 
     def apply(self) -> None:
         import vllm.distributed.parallel_state as parallel_state
@@ -126,19 +161,10 @@ class DefaultGroupKept:
             parallel_state._WORLD = None
             parallel_state._NODE_COUNT = None
 
-        if self._original is None:
-            self._original = parallel_state.destroy_distributed_environment
-            parallel_state.destroy_distributed_environment = destroy_own
-
-    def revert(self) -> None:
-        import vllm.distributed.parallel_state as parallel_state
-
-        if self._original is not None:
-            parallel_state.destroy_distributed_environment = self._original
-            self._original = None
+        self._apply(parallel_state, "destroy_distributed_environment", destroy_own)
 
 
-class WorkspacesKept:
+class WorkspacesKept(_Replaced):
     """From `apply` to `revert`, cuBLAS keeps its workspaces: CUDA graphs write to those they were captured with.
 
     Lightning frees them when it sets the accelerator up, which is after an engine was built: without this, the graphs'
@@ -147,18 +173,9 @@ class WorkspacesKept:
 
     _CLEAR = "_cuda_clearCublasWorkspaces"  # builds of torch without CUDA have it not
 
-    def __init__(self) -> None:
-        self._original: Callable[[], None] | None = None
-
     def apply(self) -> None:
-        if self._original is None and (original := getattr(torch._C, self._CLEAR, None)) is not None:
-            self._original = original
-            setattr(torch._C, self._CLEAR, lambda: None)
-
-    def revert(self) -> None:
-        if self._original is not None:
-            setattr(torch._C, self._CLEAR, self._original)
-            self._original = None
+        if getattr(torch._C, self._CLEAR, None) is not None:
+            self._apply(torch._C, self._CLEAR, lambda: None)
 
 
 def _environment(device: torch.device) -> dict[str, str]:

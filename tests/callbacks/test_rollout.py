@@ -92,12 +92,27 @@ def test_the_engine_is_shut_down_when_training_fails(engine, make_trainer, grpo,
     assert engine._model is None
 
 
-def test_the_engine_is_shut_down_when_generating_fails(engine, make_trainer, grpo, prompts) -> None:
+def test_the_engine_makes_room_and_is_shut_down_when_generating_fails(engine, make_trainer, grpo, prompts) -> None:
     with pytest.raises(
         RolloutError, match=r"^reward 'broken' raised RuntimeError: no grader .*on_reward_error to zero"
     ):
         make_trainer(RolloutCallback(engine, rewards=[broken])).fit(grpo(), datamodule=prompts())
-    assert engine.events[-1] == "shutdown"
+    assert engine.events[-3:] == ["wake", "sleep", "shutdown"]
+
+
+def test_a_fit_whose_engine_does_not_start_saves_nothing_of_the_fit_before(
+    engine, make_trainer, grpo, prompts, tmp_path, monkeypatch
+) -> None:
+    def no_room(spec) -> None:
+        raise MemoryError("no room")
+
+    trainer = make_trainer(RolloutCallback(engine, rewards=[digits]), Preemption())
+    trainer.fit(grpo(), datamodule=prompts())
+    monkeypatch.setattr(engine, "start", no_room)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    with pytest.raises(RolloutError, match="^MemoryError: no room$"):
+        trainer.fit(grpo(), datamodule=prompts())
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_a_failing_engine_leaves_a_checkpoint_that_goes_on_with_the_same_rollout(

@@ -22,19 +22,28 @@ def outcomes(
 @pytest.mark.parametrize(
     ("failure", "message", "steps"),
     [
-        ("first push", "pushed weight '", 0),
-        ("second push", "pushed weight '", 1),
-        ("wake", "MemoryError: no room for the cache", 0),
-        ("probe", "OSError: the device fell off", 0),
-        ("sleep", "OSError: the cache stays", 0),
+        ("start", "RolloutError: MemoryError: no room for the weights", 0),
+        ("first sleep", "RolloutError: OSError: the cache stays", 0),
+        ("first push", "RolloutError: pushed weight '", 0),
+        ("second push", "RolloutError: pushed weight '", 1),
+        ("offload", "RolloutError: MemoryError: no room on the host", 0),
+        ("wake", "RolloutError: MemoryError: no room for the cache", 0),
+        ("probe", "RolloutError: OSError: the device fell off", 0),
+        ("sleep", "RolloutError: OSError: the cache stays", 0),
+        ("reload", "RuntimeError: MemoryError: no room on the device", 0),  # after which there is nothing to be saved
         ("none", "", 2),
     ],
 )
-def test_an_engine_that_fails_on_one_process_ends_the_run_on_all(outcomes, failure, message, steps) -> None:
+def test_what_fails_on_one_process_ends_the_run_on_all(outcomes, failure, message, steps) -> None:
     assert outcomes[0][failure] == outcomes[1][failure]
-    said, after = outcomes[0][failure]
+    said, after, away = outcomes[0][failure]
     assert said.startswith(message)
     assert after == steps
+    assert not away
+
+
+def test_all_processes_go_on_from_the_checkpoint_that_the_first_one_finds(outcomes) -> None:
+    assert [process["lagging"] for process in outcomes] == [[3, 2], [3, 2]]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "ours"])

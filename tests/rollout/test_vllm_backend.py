@@ -102,6 +102,22 @@ def test_nobody_frees_the_workspaces_that_graphs_were_captured_with_until_the_en
     assert freed == ["freed"]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_engines_the_last_to_end_lets_workspaces_be_freed_again(monkeypatch, order):
+    freed: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append("freed"), raising=False)
+    original = torch._C._cuda_clearCublasWorkspaces
+    kept = [vllm_backend.WorkspacesKept(), vllm_backend.WorkspacesKept()]
+    kept[0].apply()
+    kept[1].apply()
+    kept[order[0]].revert()
+    kept[order[0]].revert()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert freed == []
+    kept[order[1]].revert()
+    assert torch._C._cuda_clearCublasWorkspaces is original
+
+
 def test_a_torch_without_cuda_has_no_workspaces_to_keep(monkeypatch):
     monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces", raising=False)
     kept = vllm_backend.WorkspacesKept()
