@@ -315,7 +315,8 @@ def reload_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]], device: torc
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     config = llm.llm_engine.vllm_config
-    with torch.no_grad(), own_random_numbers(device), set_current_vllm_config(config):
+    bare = _without_adapters(_model(llm)) if config.lora_config is not None else contextlib.nullcontext()
+    with torch.no_grad(), own_random_numbers(device), set_current_vllm_config(config), bare:
         try:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except BaseException:
@@ -324,6 +325,22 @@ def reload_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]], device: torc
         if device.type == "cpu":
             _pack_again(_model(llm))
     _forget_prefixes(llm)
+
+
+@contextlib.contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, layers stand where their wrappers with adapters do, which vLLM 0.26 cannot load weights into."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    children = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    wrapped = [place for place in children if isinstance(place[-1], BaseLayerWithLoRA)]
+    for parent, name, wrapper in wrapped:
+        setattr(parent, name, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, wrapper in wrapped:
+            setattr(parent, name, wrapper)
 
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
