@@ -6,6 +6,7 @@ all that FSDP2, clipping, optimizers and checkpoints see; the arithmetic runs on
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -42,7 +43,13 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Puts the forward of `kind` before that of the module's own class, as `fully_shard` does with its hooks."""
-    module.__class__ = type(f"{kind.__name__}{type(module).__name__}", (kind, type(module)), {})
+    module.__class__ = _both(kind, type(module))
+
+
+@cache
+def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    """One class for all blocks of a model: torch.compile would compile each anew for the type of its layers."""
+    return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
 
 
 class Column(nn.Linear):

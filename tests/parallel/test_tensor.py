@@ -9,7 +9,7 @@ from torch import nn
 
 from rl2lightning.models.build import build_causal_lm
 from rl2lightning.parallel.tensor import apply_tensor_parallel, tensor_plan
-from rl2lightning.parallel.tensor_layers import become
+from rl2lightning.parallel.tensor_layers import Whole, become
 
 SMALL = {
     "vocab_size": 101,
@@ -122,3 +122,10 @@ def test_a_module_keeps_its_own_class_behind_the_new_one() -> None:
     become(layer, Twice)
     assert isinstance(layer, nn.Linear)
     torch.testing.assert_close(layer(x), 2 * before)
+
+
+def test_layers_of_a_kind_are_of_one_class_so_that_blocks_share_what_is_compiled() -> None:
+    first, second, norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.RMSNorm(2)
+    for layer in (first, second, norm):
+        become(layer, Whole)
+    assert type(first) is type(second) is not type(norm)
