@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("replicate", "shard", "context", "tensor")
@@ -54,7 +56,16 @@ class Meshes:
 
 
 def build_meshes(device_type: str, shape: tuple[int, int, int, int]) -> Meshes:
-    """The mesh over all processes and its views; every process must call it."""
+    """The mesh over all processes and its views; every process must call it.
+
+    Of one shape they are the same for all fits of a process. What a fit has trained may be asked for long after its
+    end, so their groups stay, and each has threads that poll and, on GPUs, a communicator with memory of its own.
+    """
+    return _build_meshes(dist.group.WORLD, device_type, shape)
+
+
+@cache
+def _build_meshes(world: dist.ProcessGroup | None, device_type: str, shape: tuple[int, int, int, int]) -> Meshes:
     replicate, shard, context, tensor = shape
     root = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     # a mesh of its own for the weights, because slices of flattened axes are on their way out of torch

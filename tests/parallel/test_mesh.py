@@ -1,6 +1,7 @@
 import pytest
+import torch.distributed as dist
 
-from rl2lightning.parallel.mesh import mesh_shape
+from rl2lightning.parallel.mesh import build_meshes, mesh_shape
 
 
 def test_shard_takes_what_the_others_leave() -> None:
@@ -31,3 +32,16 @@ def test_a_product_other_than_the_processes_is_named_with_its_factors() -> None:
 def test_a_size_below_one_is_named(axis: str) -> None:
     with pytest.raises(ValueError, match=rf"strategy\.{axis}=0 must be at least 1"):
         mesh_shape(8, **{axis: 0})
+
+
+def test_fits_of_one_shape_share_the_groups_of_one_world() -> None:
+    if dist.is_initialized():  # by a fit of another test
+        dist.destroy_process_group()
+    alone = (1, 1, 1, 1)
+    found = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found.append(build_meshes("cpu", alone))
+        assert build_meshes("cpu", alone) is found[-1]
+        dist.destroy_process_group()
+    assert found[0] is not found[1]  # the groups of a world that has ended are of no use to the next
