@@ -76,9 +76,17 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     squares = [_squared_norm([p.grad for p in group if p.grad is not None], mesh) for mesh, group in by_mesh.items()]
     total = torch.stack(squares).sum().sqrt()
     if max_norm is not None:
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for group in by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+            # each process its own parts: DTensor would first plan the sharding of the whole list, for many seconds
+            parts = [local_part(p.grad) for p in group if p.grad is not None]
+            torch._foreach_mul_(parts, scale.to(parts[0].device))
     return total
+
+
+def local_part(x: Tensor) -> Tensor:
+    """What this process holds of a tensor, in the same memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _squared_norm(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
