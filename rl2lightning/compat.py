@@ -105,6 +105,15 @@ def find_last_checkpoint_with(trainer: Any, find: Callable[[TrainerFn], Path | N
     connector._parse_ckpt_path, connector.resume_start = instead, resume_together
 
 
+def log_under_global_step(trainer: Any) -> None:
+    """Makes the number of optimizer steps the step that metrics are logged under.
+
+    Lightning 2.6 counts batches for it, and one too many when it goes on from a checkpoint saved after a validation. To
+    be called before each batch; remove when it does not.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
 def link_checkpoints_through(trainer: Any, link: Callable[[Path, Path], None]) -> None:
     """Lets `link(target, name)` make the links of ModelCheckpoint(save_last="link").
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained
-from rl2lightning.compat import ignore_misplaced_advice
+from rl2lightning.compat import ignore_misplaced_advice, log_under_global_step
 from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
 from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
 from rl2lightning.models.lora_files import plain_config, scaling, write_config
@@ -171,6 +171,9 @@ class ModelOwner(L.LightningModule):
                     f"adapters of '{name}' counted {stored[name]:g}-fold in the checkpoint, {factor:g}-fold here: "
                     "resume with the lora.rank, lora.alpha and lora.rslora it was made with"
                 )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        log_under_global_step(self.trainer)
 
     def _adapter_scaling(self) -> dict[str, float]:
         """What the adapters of each model that learns are multiplied by."""

@@ -1,5 +1,6 @@
 """A run that is told to stop ends its step, leaves a checkpoint, and goes on from there as if nothing had been."""
 
+import csv
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from quiet import quiet_trainer
 
 from rl2lightning import GRPO, Preemption, PromptDataModule, RolloutCallback, SamplingParams
@@ -216,3 +218,22 @@ def test_a_run_that_ends_between_two_checkpoints_leaves_one(tiny_model: str, tas
 
     assert fit(2) == ["final.ckpt", "step=2.ckpt"]
     assert fit(3) == ["step=3.ckpt"]
+
+
+@pytest.mark.parametrize("num_steps", [3, 4])
+def test_what_goes_on_from_the_last_checkpoint_counts_steps_and_epochs_on(
+    make_trainer, grpo, prompts, tmp_path: Path, num_steps: int
+) -> None:
+    def columns(max_steps: int, ckpt_path: Path | None = None) -> list[tuple[int, int]]:
+        logger = CSVLogger(tmp_path, name="", version=max_steps)
+        callbacks = Preemption(), ModelCheckpoint(tmp_path / "saved", every_n_train_steps=100)
+        options = {"limit_train_batches": 2, "log_every_n_steps": 1, "enable_checkpointing": True, "logger": logger}
+        trainer = make_trainer(*callbacks, RolloutCallback(rewards=[varied]), max_steps=max_steps, **options)
+        trainer.fit(grpo(), datamodule=prompts(), ckpt_path=ckpt_path)
+        with Path(logger.log_dir, "metrics.csv").open() as file:
+            return [(int(row["step"]), int(row["epoch"])) for row in csv.DictReader(file)]
+
+    epochs = [(step, step // 2) for step in range(8)]  # of two steps each
+    assert columns(num_steps) == epochs[:num_steps]
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        assert columns(8, tmp_path / "saved/final.ckpt") == epochs[num_steps:]
