@@ -200,6 +200,7 @@ def test_a_misspelt_key_in_a_file_is_an_error_that_names_the_right_one(
         ("--model.optimizer.lrr=3", "optimizer.lr"),
         ("--model.init_args.kl.coeff=3", "kl.coef"),
         ("--model.policy_loss.clip_hi=3", "clip_high"),
+        ("--model.clip_high=3", "policy_loss.clip_high"),
         ("--data.prompts_per_rolout=3", "prompts_per_rollout"),
         ("--trainer.callbacks+={class_path: RolloutCallback, init_args: {max_turn: 3}}", "max_turns"),
         ("--trainer.callbacks+=RolloutCalback", "RolloutCallback"),
@@ -446,11 +447,19 @@ def test_help_explains_the_settings_of_a_run(run: Run, capsys, verb: str) -> Non
             "--trainer.callbacks.help=RolloutCallback",
             ["drop groups whose rewards are all equal", "most turns of the policy"],
         ),
+        (
+            "--model.help=GRPO --model.policy_loss.help=GSPO",
+            ["--model.policy_loss.sequence_clip_low", "how far below 1"],
+        ),
+        (
+            "--trainer.callbacks.help=RolloutCallback --trainer.callbacks.engine.help=HFEngine",
+            ["--trainer.callbacks.engine.max_num_seqs", "most requests decoded at a time"],
+        ),
         ("--trainer.strategy.help=FSDP2TPStrategy", ["copies of the parameters", "recomputes each transformer block"]),
     ],
 )
 def test_help_of_a_class_explains_its_settings(run: Run, capsys, option: str, explanations: list[str]) -> None:
-    text = help_of(run, capsys, "fit", option)
+    text = help_of(run, capsys, "fit", *option.split())
     for explanation in explanations:
         assert explanation in text
 

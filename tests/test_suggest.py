@@ -1,6 +1,8 @@
 from jsonargparse import ArgumentParser
 
+from rl2lightning.preference_losses import PreferenceLoss, Sigmoid
 from rl2lightning.suggest import shorten, suggest
+from rl2lightning.types import SamplingParams
 
 
 def parser() -> ArgumentParser:
@@ -26,6 +28,35 @@ def test_a_misspelt_group_is_named_without_what_is_in_it() -> None:
 
 def test_a_key_at_the_wrong_place_is_found_at_the_right_one() -> None:
     assert "did you mean 'trainer.max_steps'?" in suggest("Option 'max_steps' is not accepted", parser())
+
+
+def test_the_value_of_an_unknown_argument_stands_before_the_suggestion() -> None:
+    message = "unrecognized arguments: --trainer.max_step 3"
+    assert suggest(message, parser()) == f"{message}; did you mean 'trainer.max_steps'?"
+
+
+def test_a_key_spelt_right_at_the_wrong_place_comes_before_one_that_resembles_it() -> None:
+    made = parser()
+    made.add_argument("--trainer.max_token")
+    assert "did you mean 'sampling.max_tokens'?" in suggest("Option 'trainer.max_tokens' is not accepted", made)
+
+
+def test_a_setting_of_a_class_that_may_be_chosen_is_found_in_it() -> None:
+    made = parser()
+    made.add_argument("--preference_loss", type=PreferenceLoss, default=Sigmoid())
+    made.add_argument("--eval_sampling", type=SamplingParams | None)
+    for key, meant in {
+        "beta": "preference_loss.beta",  # of Sigmoid
+        "bta": "preference_loss.beta",
+        "gamma": "preference_loss.gamma",  # of SimPO
+        "temperature": "eval_sampling.temperature",
+    }.items():
+        assert suggest(f"Option '{key}' is not accepted", made).endswith(f"; did you mean '{meant}'?"), key
+
+
+def test_help_of_a_class_within_another_says_how_it_is_had() -> None:
+    message = "unrecognized arguments: --policy_loss.help=GSPO"
+    assert suggest(message, parser()).endswith("as in --model.help GRPO --model.policy_loss.help GSPO?")
 
 
 def test_init_args_are_a_key_too() -> None:
