@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.models.policy import PackedModel
-from rl2lightning.parallel.fsdp import local_part
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,6 @@ class Trained:
     guard: NonFiniteGuard
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW that each process takes to its own parts of parameters, gradients and moments, as its rule is elementwise.
-
-    The numbers are those of `torch.optim.AdamW`, and so is the state; but that one has DTensor plan the sharding of
-    every list of tensors at the first step, which takes seconds for a model of some hundred parameters.
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:  # type: ignore[override]
-        has_complex = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [local_part(x) for x in tensors]
-        return has_complex
-
-
 def adamw(trained: Trained) -> torch.optim.AdamW:
     """The optimizer of what of the model learns; norms and biases do not decay."""
     config = trained.optimizer
@@ -79,4 +64,4 @@ def adamw(trained: Trained) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     # fused: one kernel, and it can skip a step on the device
-    return LocalAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
