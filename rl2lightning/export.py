@@ -45,9 +45,13 @@ def export(
     output = Path(output_dir)
     if any((output / name).exists() for name in ("config.json", CONFIG_FILE)):
         raise ValueError(f"'{output}' holds a model already; set --output_dir to a new directory")
+    names = model_names(checkpoint)
     if submodule is None:
-        names = model_names(checkpoint)
         submodule = names[0] if len(names) == 1 else "policy"
+    if submodule not in names:
+        raise ValueError(
+            f"checkpoint '{checkpoint}' holds no '{submodule}': set --submodule to what it holds, {' or '.join(names)}"
+        )
     state = load_full_weights(checkpoint, f"{submodule}.lm.")
     own = checkpoint / "model" / submodule  # where it is of another architecture than the first of the module
     config = load_config(str(own if own.is_dir() else checkpoint / "model"))

@@ -258,8 +258,8 @@ class PostTrainingModule(ModelOwner):
             self._steps_in_vain += 1
             if self._steps_in_vain >= min(_IN_VAIN, self.trainer.estimated_stepping_batches):
                 raise ValueError(
-                    f"{nothing_left}; so it was in all {self._steps_in_vain} steps since training began: look at the "
-                    "rows of data.path, and at data.max_length"
+                    f"{nothing_left}; so it was in every step since training began ({self._steps_in_vain}): look at "
+                    "the rows of data.path, and at data.max_length"
                 )
 
     def counted_tokens(self, seqs: Sequences) -> Tensor:

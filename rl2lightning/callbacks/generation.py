@@ -85,8 +85,9 @@ class Generators:
         rank, world, tensor = dist.get_rank(), dist.get_world_size(), engine.tensor
         unit = max(tensor, replica_size)
         if world % unit or unit % tensor or unit % replica_size:
+            processes = "1 process" if world == 1 else f"{world} processes"
             raise ValueError(
-                f"engine.init_args.tensor={tensor} does not fit {world} processes in replicas of {replica_size} "
+                f"engine.init_args.tensor={tensor} does not fit {processes} in replicas of {replica_size} "
                 "(context * tensor of the strategy): one of the two has to divide the other, and both the processes"
             )
         self.group: Any = None

@@ -187,7 +187,8 @@ def _check_stored(lm: PreTrainedModel, parameters: dict[str, Tensor], shapes: di
     if unused := sorted(set(shapes) - set(parameters) - set(lm.state_dict())):
         from lightning.pytorch.utilities import rank_zero_warn
 
-        rank_zero_warn(f"'{directory}' holds {len(unused)} weights that {kind} has no place for, such as '{unused[0]}'")
+        number = f"{len(unused)} weights" if len(unused) > 1 else "a weight"
+        rank_zero_warn(f"'{directory}' holds {number} that {kind} has no place for, such as '{unused[0]}'")
 
 
 def init_weights(lm: PreTrainedModel, config: PretrainedConfig, seed: int) -> None:

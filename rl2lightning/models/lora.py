@@ -140,7 +140,8 @@ class Adapters:
         stored, trained = load_file(Path(path) / WEIGHTS_FILE), self.trained()
         head = file_name(SCALAR_HEAD)
         if missing := sorted(set(trained) - set(stored) - {head}):
-            raise ValueError(f"adapter '{path}' lacks {len(missing)} weights of this model's, such as '{missing[0]}'")
+            number = f"{len(missing)} weights" if len(missing) > 1 else "a weight"
+            raise ValueError(f"adapter '{path}' lacks {number} of this model's, such as '{missing[0]}'")
         if unused := sorted(set(stored) - set(trained)):
             raise ValueError(f"adapter '{path}' holds '{unused[0]}', which this model has no place for")
         for name, weight in stored.items():

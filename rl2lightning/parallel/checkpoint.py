@@ -192,6 +192,12 @@ def load(
 def _check_names(weights: dict[str, Any], path: Path) -> None:
     """A clear sentence where the checkpoint is of another model than the one it is loaded into."""
     stored = dcp.FileSystemReader(str(path / "dcp")).read_metadata().state_dict_metadata
+    models = {name[: name.index(".lm.")] for name in weights if ".lm." in name}
+    if models - set(found := _models(stored)) - {"reference"}:
+        raise ValueError(
+            f"checkpoint '{path}' holds {_listed(found)}, and this module needs {_listed(sorted(models))}: name "
+            "another in --ckpt_path, or set model.class_path to the algorithm it was made with (config.yaml of its run)"
+        )
     for name, ours in weights.items():
         theirs = getattr(stored.get(f"state_dict.{name}"), "size", None)
         if theirs is None:
@@ -204,12 +210,12 @@ def _check_names(weights: dict[str, Any], path: Path) -> None:
                 f"'{name}' has the shape {list(theirs)} in checkpoint '{path}' and {list(ours.shape)} in this model: "
                 "set model.init_args.model to the model it was made with"
             )
-    models = {name[: name.index(".lm.")] for name in weights if ".lm." in name}
     ours = {f"state_dict.{name}" for name in weights}
     prefixes = tuple(f"state_dict.{model}.lm." for model in models)
     if left := sorted(name for name in stored if name.startswith(prefixes) and name not in ours):
+        number = f"{len(left)} weights" if len(left) > 1 else "a weight"
         raise ValueError(
-            f"checkpoint '{path}' holds {len(left)} weights that this model has no place for, such as "
+            f"checkpoint '{path}' holds {number} that this model has no place for, such as "
             f"'{left[0].removeprefix('state_dict.')}': resume with the settings of the model it was made with"
         )
 
@@ -218,9 +224,16 @@ def model_names(path: Path) -> list[str]:
     """The submodules whose weights a checkpoint holds."""
     path = locate(path)
     check(path)
-    stored = dcp.FileSystemReader(str(path / "dcp")).read_metadata().state_dict_metadata
+    return _models(dcp.FileSystemReader(str(path / "dcp")).read_metadata().state_dict_metadata)
+
+
+def _models(stored: Iterable[str]) -> list[str]:
     prefix = "state_dict."
     return sorted({key[len(prefix) : key.index(".lm.")] for key in stored if key.startswith(prefix) and ".lm." in key})
+
+
+def _listed(models: Iterable[str]) -> str:
+    return " and ".join(f"a {name}" for name in models) or "no model"
 
 
 def load_full_weights(path: Path, prefix: str) -> dict[str, Tensor]:

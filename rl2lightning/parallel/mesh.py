@@ -20,17 +20,18 @@ def mesh_shape(
         if isinstance(size, int) and size < 1:
             raise ValueError(f"strategy.{name}={size} must be at least 1")
     rest = replicate * context * tensor
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
     if shard == "auto":
         if world_size % rest:
             raise ValueError(
-                f"{world_size} processes cannot be divided by replicate * context * tensor = {rest}; "
+                f"{processes} cannot be divided by replicate * context * tensor = {rest}; "
                 "change trainer.devices or those sizes"
             )
         shard = world_size // rest
     if shard * rest != world_size:
         raise ValueError(
             f"replicate={replicate} * shard={shard} * context={context} * tensor={tensor} = {shard * rest} "
-            f"does not equal the {world_size} processes started; set strategy.shard to 'auto' or change trainer.devices"
+            f"does not equal the {processes} started; set strategy.shard to 'auto' or change trainer.devices"
         )
     return replicate, shard, context, tensor
 

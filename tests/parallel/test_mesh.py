@@ -20,6 +20,13 @@ def test_processes_that_the_sizes_do_not_divide_are_named_with_them() -> None:
         mesh_shape(6, replicate=2, tensor=2)
 
 
+def test_one_process_is_one() -> None:
+    with pytest.raises(ValueError, match=r"^1 process cannot be divided by .* = 2; change trainer\.devices"):
+        mesh_shape(1, tensor=2)
+    with pytest.raises(ValueError, match="does not equal the 1 process started"):
+        mesh_shape(1, shard=2)
+
+
 def test_a_product_other_than_the_processes_is_named_with_its_factors() -> None:
     with pytest.raises(
         ValueError,
