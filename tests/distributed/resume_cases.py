@@ -1,4 +1,4 @@
-"""Run under torchrun: runs with a checkpoint at every step, and runs that go on from those; one record per process.
+"""Run under torchrun: runs with checkpoints, and runs that go on from those; one record per process.
 
 `whole`: uninterrupted runs on this number of processes. `resumed`: from checkpoints of the directories given, in new
 processes and from another seed. Every process writes what it saw to `<case>.rank<r>.json`, rank 0 the last weights to
@@ -194,13 +194,22 @@ CASES = {
 }
 
 
-def fit(case: str, args: argparse.Namespace, out: Path, *, ckpt_path: Path | None = None, mesh: dict | None = None):
+def fit(
+    case: str,
+    args: argparse.Namespace,
+    out: Path,
+    *,
+    ckpt_path: Path | None = None,
+    mesh: dict | None = None,
+    save_every: int = 1,
+):
     L.seed_everything(1 if ckpt_path is None else 2, verbose=False)  # a resumed run does not live off its seed
     make, settings = CASES[case]
     module, data, callbacks = make(args.model, args.task)
     record = Record()
     root = args.out / f"{case}-checkpoints"
-    saves = [] if ckpt_path else [ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+    save = ModelCheckpoint(root, filename="{step}", every_n_train_steps=save_every, save_top_k=-1)
+    saves = [] if ckpt_path else [save]
     trainer = L.Trainer(
         strategy=FSDP2TPStrategy(**(settings | (mesh or {})), timeout_seconds=120),
         accelerator="cpu",
@@ -257,7 +266,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("task")
     parser.add_argument("out", type=Path)
-    parser.add_argument("jobs", help="JSON: [name, case, checkpoint or null, mesh], or ['disk_full', checkpoint]")
+    parser.add_argument(
+        "jobs", help="JSON: [name, case, checkpoint or null, mesh, steps between saves], or ['disk_full', checkpoint]"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -267,8 +278,8 @@ def main() -> None:
             args.start = Path(job[1])
             fail_on_one_process(args)
             continue
-        name, case, start, mesh = job
-        fit(case, args, args.out / name, ckpt_path=Path(start) if start else None, mesh=mesh)
+        name, case, start, mesh, every = job
+        fit(case, args, args.out / name, ckpt_path=Path(start) if start else None, mesh=mesh, save_every=every)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A run that was interrupted equals one that was not: to the last bit on the same processes, to 1e-6 on others."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,13 @@ def name_of(case: str, step: int, saved_on: int, mesh: dict[str, int]) -> str:
 def whole(run_jobs: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Directories of the uninterrupted runs, by number of processes."""
     cases = {2: [*STEPS, "grpo_recorded", "ppo_recorded"], 1: ["sft", "grpo", "grpo_recorded"]}
-    return {n: run_jobs(n, tmp_path_factory.mktemp(f"whole{n}"), [[c, c, None, {}] for c in cases[n]]) for n in (1, 2)}
+    jobs = {n: [[case, case, None, {}, save_every(case)] for case in cases[n]] for n in (1, 2)}
+    return {n: run_jobs(n, tmp_path_factory.mktemp(f"whole{n}"), jobs[n]) for n in (1, 2)}
+
+
+def save_every(case: str) -> int:
+    """After how many steps: after each where one write may meet the next, elsewhere so that those needed are there."""
+    return 1 if case == "sft" or case.endswith("_in_background") else math.gcd(*STEPS.get(case, [5]))
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +70,10 @@ def resumed(run_jobs: Run, whole: dict[int, Path], tmp_path_factory: pytest.Temp
     jobs: dict[int, list[Any]] = {1: [], 2: [["disk_full", checkpoint(whole[2], "sft", 7)]]}
     for case, steps in STEPS.items():
         for step in steps:
-            jobs[2].append([name_of(case, step, 2, {}), case, checkpoint(whole[2], case, step), {}])
-    jobs[1] += [[name_of(case, 5, 1, {}), case, checkpoint(whole[1], case, 5), {}] for case in ("sft", "grpo")]
+            jobs[2].append([name_of(case, step, 2, {}), case, checkpoint(whole[2], case, step), {}, 1])
+    jobs[1] += [[name_of(case, 5, 1, {}), case, checkpoint(whole[1], case, 5), {}, 1] for case in ("sft", "grpo")]
     for case, step, saved_on, goes_on_on, mesh in MESHES:
-        job = [name_of(case, step, saved_on, mesh), case, checkpoint(whole[saved_on], case, step), mesh]
+        job = [name_of(case, step, saved_on, mesh), case, checkpoint(whole[saved_on], case, step), mesh, 1]
         jobs[goes_on_on].append(job)
     return {n: run_jobs(n, tmp_path_factory.mktemp(f"resumed{n}"), jobs[n]) for n in (1, 2)}
 
