@@ -50,7 +50,7 @@ def export(
         submodule = names[0] if len(names) == 1 else "policy"
     if submodule not in names:
         raise ValueError(
-            f"checkpoint '{checkpoint}' holds no '{submodule}': set --submodule to what it holds, {' or '.join(names)}"
+            f"checkpoint '{checkpoint}' holds no '{submodule}': set --submodule to what it holds, {' or '.join(names) or 'a model'}"
         )
     state = load_full_weights(checkpoint, f"{submodule}.lm.")
     own = checkpoint / "model" / submodule  # where it is of another architecture than the first of the module

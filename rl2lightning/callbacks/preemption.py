@@ -115,9 +115,11 @@ class Preemption(L.Callback):
             # as on_train_epoch_end saves: an epoch that is counted already would be counted again by what goes on
             for count in (epochs.total, epochs.current):
                 count.completed -= 1
-            self._save(trainer, "the run ends between two checkpoints", "final.ckpt")
-            for count in (epochs.total, epochs.current):
-                count.completed += 1
+            try:
+                self._save(trainer, "the run ends between two checkpoints", "final.ckpt")
+            finally:
+                for count in (epochs.total, epochs.current):
+                    count.completed += 1
         if self._limit_val_batches is not None:
             trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 

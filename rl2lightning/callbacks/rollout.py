@@ -137,7 +137,10 @@ class RolloutCallback(HeldOutSamples):
             structured=pl_module.structured,
             adapter_rank=pl_module.adapter_rank,
         )
-        succeed_together(lambda: self._start(spec))
+        try:
+            succeed_together(lambda: self._start(spec))
+        except RolloutError as error:
+            raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None  # a wrong setting
         self.loop = RolloutLoop(
             self.engine,
             tokenizer,

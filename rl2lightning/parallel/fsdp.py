@@ -79,14 +79,10 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for group in by_mesh.values():
             # each process its own parts: DTensor would first plan the sharding of the whole list, for many seconds
-            parts = [local_part(p.grad) for p in group if p.grad is not None]
+            grads = [p.grad for p in group if p.grad is not None]
+            parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
             torch._foreach_mul_(parts, scale.to(parts[0].device))
     return total
-
-
-def local_part(x: Tensor) -> Tensor:
-    """What this process holds of a tensor, in the same memory."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _squared_norm(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Literal
 
 import torch.distributed as dist
@@ -62,10 +62,11 @@ def build_meshes(device_type: str, shape: tuple[int, int, int, int]) -> Meshes:
     Of one shape they are the same for all fits of a process. What a fit has trained may be asked for long after its
     end, so their groups stay, and each has threads that poll and, on GPUs, a communicator with memory of its own.
     """
+    assert dist.is_initialized()
     return _build_meshes(dist.group.WORLD, device_type, shape)
 
 
-@cache
+@lru_cache(maxsize=8)  # by the world, too: those of one that was destroyed are of no use to the next
 def _build_meshes(world: dist.ProcessGroup | None, device_type: str, shape: tuple[int, int, int, int]) -> Meshes:
     replicate, shard, context, tensor = shape
     root = init_device_mesh(device_type, shape, mesh_dim_names=AXES)

@@ -1,4 +1,4 @@
-"""Moving what training holds on the GPU to the host while something else needs the room."""
+"""Keeping in host memory what training does not need on the GPU at the moment."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ class Parked:
 
     The tensors stay the objects they are, and so do views of them. The copies are in page-locked memory, where there is
     a GPU. Everything is queued on the device's current stream and the host waits for none of it.
+
+    Args:
+        room: the `room` of an earlier one on the same stream, used again if it is of the size that is needed.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], room: list[Tensor] | None = None) -> None:
         self._storages = _storages(tensors)
         self.on_gpu = any(s.device.type == "cuda" for s in self._storages)
         self._sizes = [s.nbytes() for s in self._storages]
-        self._chunks = _host_chunks(sum(self._sizes), pin=self.on_gpu)
-        for there, here in _beside(self._storages, self._chunks):
+        if room is None or sum(map(len, room)) != sum(self._sizes):
+            room = _host_chunks(sum(self._sizes), pin=self.on_gpu)
+        self.room = room
+        for there, here in _beside(self._storages, self.room):
             here.copy_(there, non_blocking=True)
         for storage in self._storages:
             storage.resize_(0)
@@ -33,7 +38,7 @@ class Parked:
     def give_back(self) -> None:
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
-        for there, here in _beside(self._storages, self._chunks):
+        for there, here in _beside(self._storages, self.room):
             there.copy_(here, non_blocking=True)
 
 
@@ -41,9 +46,9 @@ class Parked:
 def in_host_memory(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Inside, the tensors have no storage on their device; afterwards they hold what they held."""
     parked = Parked(tensors)
-    if parked.on_gpu:
-        torch.cuda.empty_cache()  # an engine beside us allocates outside this cache
     try:
+        if parked.on_gpu:
+            torch.cuda.empty_cache()  # an engine beside us allocates outside this cache
         yield
     finally:
         parked.give_back()
@@ -59,19 +64,21 @@ class ParkedMoments:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._parked: Parked | None = None
+        self._room: list[Tensor] | None = None  # kept: freed, it would be in use until copies that are queued are made
         optimizer.register_step_pre_hook(lambda *_: self.fetch())
         optimizer.register_step_post_hook(lambda *_: self.park())
         optimizer.register_state_dict_pre_hook(lambda _: self.fetch())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.fetch())
 
     def fetch(self) -> None:
-        parked, self._parked = self._parked, None
-        if parked is not None:
-            parked.give_back()
+        if self._parked is not None:
+            self._parked.give_back()  # may fail, and then there is another try
+            self._parked = None
 
     def park(self) -> None:
         if self._parked is None:
-            self._parked = Parked(moments(self.optimizer))
+            self._parked = Parked(moments(self.optimizer), self._room)
+            self._room = self._parked.room
 
 
 def moments(optimizer: Optimizer) -> Iterator[Tensor]:

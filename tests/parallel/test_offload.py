@@ -62,13 +62,36 @@ def test_the_moments_are_what_an_optimizer_has_to_move() -> None:
 def test_moments_are_there_in_steps_alone_and_the_steps_are_the_same() -> None:
     weight, plain = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
     optimizer, reference = adamw(weight), adamw(plain)
-    ParkedMoments(optimizer)
+    kept, rooms = ParkedMoments(optimizer), []
     for step in range(3):
         weight.grad = plain.grad = torch.arange(6.0).view(2, 3) - step
         optimizer.step()
         reference.step()
         assert size_of_moments(optimizer) == 0
+        rooms.append(kept._room)
+    assert rooms[0] is rooms[1] is rooms[2]  # no further host memory
     assert size_of_moments(reference) == 2 * 6 * 4
+    assert torch.equal(weight, plain)
+
+
+def test_moments_that_found_no_room_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, plain = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    optimizer, reference = adamw(weight), adamw(plain)
+    kept = ParkedMoments(optimizer)
+    weight.grad = plain.grad = torch.arange(6.0).view(2, 3)
+    optimizer.step()
+    reference.step()
+
+    def no_room(self: offload.Parked) -> None:
+        self._storages[0].resize_(self._sizes[0])
+        raise torch.cuda.OutOfMemoryError("after the first of them")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.Parked, "give_back", no_room)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            kept.fetch()
+    optimizer.step()
+    reference.step()
     assert torch.equal(weight, plain)
 
 

@@ -23,6 +23,11 @@ def trained(model: str, task: str, directory: Path, **options) -> dict[str, torc
 
 def test_options_change_no_weight(tiny_model: str, task: str, tmp_path: Path) -> None:
     plain = trained(tiny_model, task, tmp_path)
-    for options in ({"cpu_offload": True}, {"activation_checkpointing": "selective"}):
+    for options in (
+        {"cpu_offload": True},
+        {"offload": "optimizer"},
+        {"offload": "all"},
+        {"activation_checkpointing": "selective"},
+    ):
         for name, x in trained(tiny_model, task, tmp_path, **options).items():
             torch.testing.assert_close(x, plain[name], rtol=1e-4, atol=1e-5, msg=f"{options}: {name}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rl2lightning.rollout import vllm_backend as backend
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.vllm import VLLMEngine
 from rl2lightning.types import SamplingParams
@@ -93,3 +94,30 @@ def test_what_an_engine_cannot_do_with_adapters_is_refused(tmp_path: Path) -> No
         VLLMEngine(lora="adapter").start(EngineSpec(str(tmp_path), "cpu", torch.float32))
     with pytest.raises(ValueError, match="adapters up to rank 512, not 600"):
         VLLMEngine(lora="adapter").start(EngineSpec(str(tmp_path), "cpu", torch.float32, adapter_rank=600))
+
+
+def test_layers_stand_bare_while_frozen_weights_are_loaded_and_are_wrapped_again_after_an_error(tmp_path: Path) -> None:
+    model = frozen_model()
+    model.config.save_pretrained(tmp_path)
+    engine = VLLMEngine(kv_cache_memory_bytes=32 << 20, lora="adapter", options={"block_size": 32})
+    engine.start(EngineSpec(str(tmp_path), "cpu", torch.float32, adapter_rank=RANK))
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    served = backend._model(engine._llm)
+
+    def wrapped() -> list[str]:
+        return [name for name, x in served.named_modules() if isinstance(x, BaseLayerWithLoRA)]
+
+    before, seen = {name: served.get_submodule(name) for name in wrapped()}, []
+
+    def base():
+        seen.append(wrapped())
+        yield from list(model.named_parameters())[:3]
+        raise OSError("of the stream's")
+
+    with pytest.raises(OSError, match="stream"):
+        engine.update_adapter(base(), CONFIG, iter(()), version=0)
+    assert len(before) >= 8
+    assert seen == [[]]
+    assert {name: served.get_submodule(name) for name in wrapped()} == before
+    engine.shutdown()

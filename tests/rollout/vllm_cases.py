@@ -97,11 +97,21 @@ def check_abort(engine: VLLMEngine) -> None:
         engine.together(fail)
 
 
-def check_broken_weights(engine: VLLMEngine, sharded) -> None:
-    """The leader finds them in the middle of steps that the others make, too, and says so when these are made."""
+def check_errors_of_the_leader(engine: VLLMEngine, sharded) -> None:
+    """It meets them in the middle of steps that the others make, too, and raises them when these are made."""
+    sampling = SamplingParams(max_tokens=20)
+
+    def broken(output, request):
+        raise KeyError("in the leader's part of a step")
+
+    engine._take = broken  # type: ignore[method-assign]
+    with pytest.raises(KeyError) if engine.leads else nullcontext():
+        engine.together(lambda: engine.generate([[5, 6]], sampling, [0]))
+    del engine._take
+    assert engine.unfinished == 0
+
     nowhere = ((name, p.full_tensor() * float("nan")) for name, p in sharded.named_parameters())
     engine.update_weights(nowhere, version=8)
-    sampling = SamplingParams(max_tokens=20)
     with pytest.raises(RuntimeError, match="non-finite") if engine.leads else nullcontext():
         engine.together(lambda: engine.generate([[5, 6]], sampling, [0]))
     assert engine.unfinished == 0
@@ -167,7 +177,7 @@ def check_all(tensor: int, directory: str) -> None:
                 q.add_(change)
                 p.add_(distribute_tensor(change, p.device_mesh, p.placements))  # type: ignore[attr-defined]
     check_abort(engine)
-    check_broken_weights(engine, sharded)
+    check_errors_of_the_leader(engine, sharded)
     check_numbers(engine, sharded, model, version=9)
 
     # whether the two are two replicas or one, the same trajectories come out
