@@ -50,9 +50,7 @@ def export(
         submodule = names[0] if len(names) == 1 else "policy"
     if submodule not in names:
         held = " or ".join(names) or "a model"
-        raise ValueError(
-            f"checkpoint '{checkpoint}' holds no '{submodule}': set --submodule to what it holds, {held}"
-        )
+        raise ValueError(f"checkpoint '{checkpoint}' holds no '{submodule}': set --submodule to what it holds, {held}")
     state = load_full_weights(checkpoint, f"{submodule}.lm.")
     own = checkpoint / "model" / submodule  # where it is of another architecture than the first of the module
     config = load_config(str(own if own.is_dir() else checkpoint / "model"))
