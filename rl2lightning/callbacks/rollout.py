@@ -140,7 +140,9 @@ class RolloutCallback(HeldOutSamples):
         try:
             succeed_together(lambda: self._start(spec))
         except RolloutError as error:
-            raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None  # a wrong setting
+            if isinstance(error.__cause__, ValueError):  # a wrong setting
+                raise error.__cause__ from None
+            raise
         self.loop = RolloutLoop(
             self.engine,
             tokenizer,

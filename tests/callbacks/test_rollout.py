@@ -110,9 +110,19 @@ def test_a_fit_whose_engine_does_not_start_saves_nothing_of_the_fit_before(
     trainer.fit(grpo(), datamodule=prompts())
     monkeypatch.setattr(engine, "start", no_room)
     trainer.fit_loop.epoch_loop.max_steps = 2
-    with pytest.raises(RolloutError, match="^MemoryError: no room$"):
+    with pytest.raises(RolloutError, match="^MemoryError: no room$") as error:
         trainer.fit(grpo(), datamodule=prompts())
+    assert isinstance(error.value.__cause__, MemoryError)
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_setting_that_the_engine_refuses_is_a_value_error(engine, make_trainer, grpo, prompts, monkeypatch) -> None:
+    def refuse(spec) -> None:
+        raise ValueError("engine.init_args.max_num_seqs=0 must be at least 1")
+
+    monkeypatch.setattr(engine, "start", refuse)
+    with pytest.raises(ValueError, match="^engine.init_args.max_num_seqs=0 must"):
+        make_trainer(RolloutCallback(engine, rewards=[digits])).fit(grpo(), datamodule=prompts())
 
 
 def test_a_failing_engine_leaves_a_checkpoint_that_goes_on_with_the_same_rollout(
