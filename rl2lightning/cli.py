@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
@@ -54,6 +55,9 @@ class Trainer(L.Trainer):
         for name, value in defaults.items():
             if kwargs.get(name) in (None, "auto"):
                 kwargs[name] = value
+        strategy = kwargs["strategy"]
+        if isinstance(strategy, str) and strategy.lower() not in StrategyRegistry.available_strategies():
+            raise ValueError(f"trainer.strategy='{strategy}' is no strategy: set it to fsdp2_tp, or leave it out")
         callbacks = kwargs.get("callbacks") or []
         kwargs["callbacks"] = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
         for kind, default in ((ProgressBar, StepProgressBar), *((kind, kind) for kind in _ALWAYS)):
@@ -269,10 +273,12 @@ class CLI(LightningCLI):
 def _with_class_for_name(args: list[str]) -> list[str]:
     """`--trainer.strategy fsdp2_tp` as its class, so that `--trainer.strategy.tensor 2` may follow."""
     spelt, value = list(args), '{"class_path": "rl2lightning.FSDP2TPStrategy"}'
+    if "--trainer.strategy.help" in args:  # which asks for a class
+        value = "FSDP2TPStrategy"
     for i, arg in enumerate(args):
         if arg == "--trainer.strategy=fsdp2_tp":
             spelt[i] = f"--trainer.strategy={value}"
-        elif arg == "fsdp2_tp" and i and args[i - 1] == "--trainer.strategy":
+        elif arg == "fsdp2_tp" and i and args[i - 1] in ("--trainer.strategy", "--trainer.strategy.help"):
             spelt[i] = value
     return spelt
 

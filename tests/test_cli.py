@@ -227,6 +227,7 @@ def test_a_misspelt_argument_is_an_error_that_names_the_right_one(
         ("--data.prompts_per_rollout=0", "data.prompts_per_rollout=0 must be at least 1"),
         ("--throughput.smoothing=2", "throughput.smoothing=2.0 must lie in [0, 1)"),
         ("--trainer.precision=16-true", "trainer.precision=16-true is not supported: use 32-true, bf16-mixed"),
+        ("--trainer.strategy=fsdp2_tpp", "trainer.strategy='fsdp2_tpp' is no strategy: set it to fsdp2_tp"),
         ("--trainer.strategy=ddp", "trainer.strategy is DDPStrategy; rl2lightning modules need FSDP2TPStrategy"),
         (
             "--trainer.callbacks+={class_path: RolloutCallback, init_args: {environment: no.py}}",

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
-from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained
+from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, follow_schedules
 from rl2lightning.compat import ignore_misplaced_advice, log_under_global_step
 from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
 from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
@@ -151,6 +151,7 @@ class ModelOwner(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}
         checkpoint["adapter_scaling"] = self._adapter_scaling()
+        checkpoint["algorithm"] = self._algorithm
 
     @property
     def weights_step(self) -> int:
@@ -159,6 +160,12 @@ class ModelOwner(L.LightningModule):
         return self._loaded_step if evaluates else self.trainer.global_step
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        theirs = checkpoint.get("algorithm", self._algorithm)
+        if theirs != self._algorithm and self.trainer.state.fn == TrainerFn.FITTING:
+            raise ValueError(
+                f"checkpoint '{self.trainer.ckpt_path}' is of a run of {theirs}, which {self._algorithm} cannot go on "
+                "with: `rl2lightning export` its model and set model.init_args.model to that, without --ckpt_path"
+            )
         self._loaded_step = checkpoint["global_step"]
         states = checkpoint.get("nonfinite_steps", {})  # not in those of version 0.1.0
         for name, trained in self.trained.items():  # fewer than were saved where nothing is to be learned
@@ -171,6 +178,14 @@ class ModelOwner(L.LightningModule):
                     f"adapters of '{name}' counted {stored[name]:g}-fold in the checkpoint, {factor:g}-fold here: "
                     "resume with the lora.rank, lora.alpha and lora.rslora it was made with"
                 )
+
+    @property
+    def _algorithm(self) -> str:
+        """The class of ours that this is one of."""
+        return next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("rl2lightning."))
+
+    def on_train_start(self) -> None:
+        follow_schedules(self.lr_schedulers())  # a checkpoint has the rates of its own run, which may have been shorter
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         log_under_global_step(self.trainer)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.models.policy import PackedModel
@@ -65,3 +66,13 @@ def adamw(trained: Trained) -> torch.optim.AdamW:
     ]
     # fused: one kernel, and it can skip a step on the device
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def follow_schedules(schedulers: Any) -> None:
+    """Sets the learning rates to what the schedules say of the step they are at; of one, of several, or of none."""
+    for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+        if isinstance(scheduler, LambdaLR):
+            groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            for group, rate, factor in groups:
+                group["lr"] = rate * factor(scheduler.last_epoch)
+            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -302,7 +304,7 @@ class FSDP2TPStrategy(ModelBuilding, Collectives, ModelParallelStrategy):
         super().on_exception(exception)
         atexit.unregister(_destroy_groups)  # it would wait for a collective that the others may never join
         if isinstance(exception, RuntimeError) and self.world_size > 1 and "by peer" in str(exception):
-            exception.add_note("another process of the run has ended: its output, or its node's, says why")
+            exception.add_note(_how_ended(getattr(self._launcher, "procs", [])))
         try:
             self.wait_for_checkpoint()
         except Exception as error:  # the exception that ended the run says more
@@ -348,6 +350,20 @@ def _destroy_groups() -> None:
         time.sleep(0.1)
         with suppress(Exception):
             dist.destroy_process_group()
+
+
+def _how_ended(launched: list[subprocess.Popen]) -> str:
+    """What is known of a process that has left the others: all, where this one has launched it."""
+    deadline = time.monotonic() + 1  # its connections end before it does
+    while time.monotonic() < deadline:
+        for i, code in enumerate([process.poll() for process in launched], 1):
+            if code:
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                return f"process {i} of this node {how}"
+        if not launched:
+            break
+        time.sleep(0.05)
+    return "another process of the run has ended: its output, or its node's, says why"
 
 
 def _unwrap(optimizer: Any) -> Any:

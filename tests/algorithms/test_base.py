@@ -7,7 +7,7 @@ import torch
 from files import write_rows
 from quiet import quiet_trainer
 
-from rl2lightning import SFT, ChatDataModule, OptimizerConfig, PreferenceDataModule
+from rl2lightning import DPO, SFT, ChatDataModule, OptimizerConfig, PreferenceDataModule
 
 
 @pytest.mark.parametrize(
@@ -123,3 +123,22 @@ def test_pairs_are_not_imitated(tiny_model: str, tmp_path: Path) -> None:
     data = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", rows), batch_size=2, val_ratio=0)
     with pytest.raises(ValueError, match="SFT would imitate both"):
         quiet_trainer(tmp_path).fit(SFT(tiny_model), datamodule=data)
+
+
+def test_a_run_goes_on_by_its_own_algorithm_alone_subclasses_included(
+    tiny_model: str, task: str, tmp_path: Path
+) -> None:
+    class Mine(SFT):
+        """Of a user's."""
+
+    def fit(module: L.LightningModule, data: L.LightningDataModule, steps: int, ckpt_path: Path | None = None) -> None:
+        trainer = quiet_trainer(tmp_path, max_steps=steps, limit_val_batches=0)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    fit(SFT(tiny_model), data_for(task), 1)
+    fit(Mine(tiny_model), data_for(task), 2, tmp_path / "a.ckpt")
+    rows = [{"messages": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(8)]
+    pairs = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", rows), batch_size=4, val_ratio=0.0)
+    with pytest.raises(ValueError, match=r"a.ckpt' is of a run of SFT, which DPO cannot go on with: `rl2l"):
+        fit(DPO(tiny_model, reference="live"), pairs, 3, tmp_path / "a.ckpt")
