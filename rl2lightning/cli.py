@@ -272,14 +272,16 @@ class CLI(LightningCLI):
 
 def _with_class_for_name(args: list[str]) -> list[str]:
     """`--trainer.strategy fsdp2_tp` as its class, so that `--trainer.strategy.tensor 2` may follow."""
-    spelt, value = list(args), '{"class_path": "rl2lightning.FSDP2TPStrategy"}'
-    if "--trainer.strategy.help" in args:  # which asks for a class
-        value = "FSDP2TPStrategy"
-    for i, arg in enumerate(args):
-        if arg == "--trainer.strategy=fsdp2_tp":
-            spelt[i] = f"--trainer.strategy={value}"
-        elif arg == "fsdp2_tp" and i and args[i - 1] in ("--trainer.strategy", "--trainer.strategy.help"):
-            spelt[i] = value
+    spelt = list(args)
+    for option, value in (
+        ("--trainer.strategy", '{"class_path": "rl2lightning.FSDP2TPStrategy"}'),
+        ("--trainer.strategy.help", "FSDP2TPStrategy"),
+    ):
+        for i, arg in enumerate(args):
+            if arg == f"{option}=fsdp2_tp":
+                spelt[i] = f"{option}={value}"
+            elif arg == "fsdp2_tp" and i and args[i - 1] == option:
+                spelt[i] = value
     return spelt
 
 

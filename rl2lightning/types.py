@@ -13,6 +13,11 @@ Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "
 Row = dict[str, Any]  # one row of a data set: "messages", "answer" and whatever other columns the source has
 
 
+def counted(number: int, one: str, several: str) -> str:
+    """A number and what it counts, for messages: '1 process', '2 processes'."""
+    return f"{number} {one if number == 1 else several}"
+
+
 class NonFiniteError(RuntimeError):
     """Too many optimizer steps in a row had a non-finite loss or gradient."""
 

@@ -456,6 +456,7 @@ def test_help_explains_the_settings_of_a_run(run: Run, capsys, verb: str) -> Non
             "--trainer.callbacks.help=RolloutCallback --trainer.callbacks.engine.help=HFEngine",
             ["--trainer.callbacks.engine.max_num_seqs", "most requests decoded at a time"],
         ),
+        ("--trainer.strategy.help fsdp2_tp", ["copies of the parameters", "recomputes each transformer block"]),
         ("--trainer.strategy.help=FSDP2TPStrategy", ["copies of the parameters", "recomputes each transformer block"]),
     ],
 )

@@ -185,7 +185,8 @@ class ModelOwner(L.LightningModule):
         return next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("rl2lightning."))
 
     def on_train_start(self) -> None:
-        follow_schedules(self.lr_schedulers())  # a checkpoint has the rates of its own run, which may have been shorter
+        # a checkpoint has the rates of its own run, which may have been shorter
+        follow_schedules(config.scheduler for config in self.trainer.lr_scheduler_configs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         log_under_global_step(self.trainer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -68,9 +69,9 @@ def adamw(trained: Trained) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def follow_schedules(schedulers: Any) -> None:
-    """Sets the learning rates to what the schedules say of the step they are at; of one, of several, or of none."""
-    for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+def follow_schedules(schedulers: Iterable[object]) -> None:
+    """Sets the learning rates to what our schedules say of the step they are at; a user's own are left alone."""
+    for scheduler in schedulers:
         if isinstance(scheduler, LambdaLR):
             groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
             for group, rate, factor in groups:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rl2lightning.rollout.engine import RolloutEngine
 from rl2lightning.rollout.loop import Job, RolloutResult
 from rl2lightning.rollout.partial import Carried
-from rl2lightning.types import RolloutError
+from rl2lightning.types import RolloutError, counted
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Generators:
         rank, world, tensor = dist.get_rank(), dist.get_world_size(), engine.tensor
         unit = max(tensor, replica_size)
         if world % unit or unit % tensor or unit % replica_size:
-            processes = "1 process" if world == 1 else f"{world} processes"
+            processes = counted(world, "process", "processes")
             raise ValueError(
                 f"engine.init_args.tensor={tensor} does not fit {processes} in replicas of {replica_size} "
                 "(context * tensor of the strategy): one of the two has to divide the other, and both the processes"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rl2lightning.models.heads import SCALAR_HEAD, ScalarHead
 from rl2lightning.models.packed import PACKED_ATTENTION, register_packed_attention
+from rl2lightning.types import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -187,7 +188,7 @@ def _check_stored(lm: PreTrainedModel, parameters: dict[str, Tensor], shapes: di
     if unused := sorted(set(shapes) - set(parameters) - set(lm.state_dict())):
         from lightning.pytorch.utilities import rank_zero_warn
 
-        number = f"{len(unused)} weights" if len(unused) > 1 else "a weight"
+        number = counted(len(unused), "weight", "weights")
         rank_zero_warn(f"'{directory}' holds {number} that {kind} has no place for, such as '{unused[0]}'")
 
 

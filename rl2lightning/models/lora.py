@@ -31,7 +31,7 @@ from rl2lightning.models.lora_files import (
     scaling,
 )
 from rl2lightning.models.policy import PackedModel, Policy
-from rl2lightning.types import Sequences
+from rl2lightning.types import Sequences, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,7 +140,7 @@ class Adapters:
         stored, trained = load_file(Path(path) / WEIGHTS_FILE), self.trained()
         head = file_name(SCALAR_HEAD)
         if missing := sorted(set(trained) - set(stored) - {head}):
-            number = f"{len(missing)} weights" if len(missing) > 1 else "a weight"
+            number = counted(len(missing), "weight", "weights")
             raise ValueError(f"adapter '{path}' lacks {number} of this model's, such as '{missing[0]}'")
         if unused := sorted(set(stored) - set(trained)):
             raise ValueError(f"adapter '{path}' holds '{unused[0]}', which this model has no place for")

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from rl2lightning.models.policy import PackedModel
+from rl2lightning.types import counted
 
 
 def model_state(model: nn.Module, *, exclude: Sequence[str]) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def _check_names(weights: dict[str, Any], path: Path) -> None:
     ours = {f"state_dict.{name}" for name in weights}
     prefixes = tuple(f"state_dict.{model}.lm." for model in models)
     if left := sorted(name for name in stored if name.startswith(prefixes) and name not in ours):
-        number = f"{len(left)} weights" if len(left) > 1 else "a weight"
+        number = counted(len(left), "weight", "weights")
         raise ValueError(
             f"checkpoint '{path}' holds {number} that this model has no place for, such as "
             f"'{left[0].removeprefix('state_dict.')}': resume with the settings of the model it was made with"

@@ -9,6 +9,8 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rl2lightning.types import counted
+
 AXES = ("replicate", "shard", "context", "tensor")
 
 
@@ -20,7 +22,7 @@ def mesh_shape(
         if isinstance(size, int) and size < 1:
             raise ValueError(f"strategy.{name}={size} must be at least 1")
     rest = replicate * context * tensor
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    processes = counted(world_size, "process", "processes")
     if shard == "auto":
         if world_size % rest:
             raise ValueError(

@@ -355,13 +355,11 @@ def _destroy_groups() -> None:
 def _how_ended(launched: list[subprocess.Popen]) -> str:
     """What is known of a process that has left the others: all, where this one has launched it."""
     deadline = time.monotonic() + 1  # its connections end before it does
-    while time.monotonic() < deadline:
+    while launched and time.monotonic() < deadline:
         for i, code in enumerate([process.poll() for process in launched], 1):
             if code:
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 return f"process {i} of this node {how}"
-        if not launched:
-            break
         time.sleep(0.05)
     return "another process of the run has ended: its output, or its node's, says why"
 

@@ -22,8 +22,8 @@ def test_a_longer_run_goes_on_by_its_own_schedule() -> None:
     longer.load_state_dict(short.state_dict())
     (group,) = longer.optimizer.param_groups
     assert group["lr"] == 0  # the end of the short one's
-    follow_schedules([longer, None])
+    follow_schedules([longer])
     assert group["lr"] == pytest.approx(0.4)  # the middle of its own
     assert longer.get_last_lr() == [group["lr"]]
-    follow_schedules(longer)
+    follow_schedules([object(), longer])
     assert group["lr"] == pytest.approx(0.4)

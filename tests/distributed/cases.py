@@ -7,8 +7,10 @@ computation of their own.
 import argparse
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import lightning as L
 import torch
@@ -21,6 +23,8 @@ from rl2lightning.parallel.strategy import FSDP2TPStrategy
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.preference_losses import ORPO, KTOLoss, PreferenceLoss, Sigmoid
 from rl2lightning.types import ChatBatch, PromptBatch, Sequences
+
+LAUNCHED = torch.distributed.is_torchelastic_launched()  # by torchrun, as one of several processes
 
 
 def batch(lengths: list[int], seed: int = 0) -> Sequences:
@@ -302,18 +306,18 @@ SEVERAL_PROCESSES = {
 }
 
 
-def main() -> None:
+def main(cases: dict[str, Callable[[str], Any]]) -> None:
+    """Runs the cases on the model that the command line names; rank 0 writes what they return."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    world = torch.distributed.is_torchelastic_launched()
-    results = {name: case(args.model) for name, case in (CASES | (SEVERAL_PROCESSES if world else {})).items()}
-    if not world or torch.distributed.get_rank() == 0:
+    results = {name: case(args.model) for name, case in cases.items()}
+    if not LAUNCHED or torch.distributed.get_rank() == 0:
         torch.save(results, args.out)
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES | (SEVERAL_PROCESSES if LAUNCHED else {}))
