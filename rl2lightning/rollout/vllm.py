@@ -25,6 +25,8 @@ _STEPS_AT_ONCE = 8  # of several processes between two exchanges, each of which 
 
 @dataclass
 class _Request:
+    request_id: str
+    key: str  # vLLM's name for it
     prompt_ids: list[int]
     version: int
     watch: StopWatch | None
@@ -32,16 +34,16 @@ class _Request:
     token_ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
 
-    def completion(self, request_id: str, reason: Literal["stop", "length", "abort"]) -> Completion:
+    def completion(self, reason: Literal["stop", "length", "abort"]) -> Completion:
         stop = self.watch.found if self.watch is not None else None
-        return Completion(request_id, self.prompt_ids, self.token_ids, self.logps, reason, self.version, stop)
+        return Completion(self.request_id, self.prompt_ids, self.token_ids, self.logps, reason, self.version, stop)
 
 
 @dataclass
 class _News:
     """What a leader did since the last exchange; carried out in this order."""
 
-    aborted: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)  # keys
     empty_cache: bool = False
     submitted: list[tuple[str, list[int], SamplingParams, int, tuple[int, ...], int]] = field(default_factory=list)
     step: bool = True  # and then steps
@@ -116,6 +118,7 @@ class VLLMEngine(RolloutEngine):
     def _clear(self) -> None:
         self.version = None
         self._live: dict[str, _Request] = {}
+        self._num_submitted = 0
         self._rejected: list[Completion] = []
         self._news = _News()
         self._weights_awake = self._cache_awake = True
@@ -286,8 +289,11 @@ class VLLMEngine(RolloutEngine):
             seed = derive_seed(seed, begun)  # its generators begin anew: the numbers drawn so far must not come again
         if self._cache_suspect and not self._live:
             self._news.empty_cache, self._cache_suspect = True, False
-        self._live[request_id] = _Request(prompt, self.version, watch, sampling.structured is not None)
-        self._news.submitted.append((request_id, prompt, sampling, limit, stop, seed))
+        self._num_submitted += 1
+        key = f"{self._num_submitted}:{request_id}"  # an id may come again, after an abort for instance
+        form = sampling.structured is not None
+        self._live[request_id] = _Request(request_id, key, prompt, self.version, watch, form)
+        self._news.submitted.append((key, prompt, sampling, limit, stop, seed))
 
     @staticmethod
     def _check_grammar(spec: EngineSpec, begun: int) -> None:
@@ -303,7 +309,7 @@ class VLLMEngine(RolloutEngine):
         self._tell(step=True)
         failed: Exception | None = None
         for output in self._steps():
-            request = self._live.get(output.request_id)
+            request = self._live.get(output.key.partition(":")[2])
             try:
                 if request is not None and (completion := self._take(output, request)) is not None:
                     done.append(completion)
@@ -318,37 +324,36 @@ class VLLMEngine(RolloutEngine):
         ids = dict.fromkeys(request_ids)
         done = [completion for completion in self._rejected if completion.request_id in ids]
         self._rejected = [completion for completion in self._rejected if completion.request_id not in ids]
-        running = [request_id for request_id in ids if request_id in self._live]
-        done += [self._live.pop(request_id).completion(request_id, "abort") for request_id in running]
-        untold = {submitted[0] for submitted in self._news.submitted}.intersection(running)
+        ended = [self._live.pop(request_id) for request_id in ids if request_id in self._live]
+        done += [request.completion("abort") for request in ended]
+        keys = [request.key for request in ended]
+        untold = {submitted[0] for submitted in self._news.submitted}.intersection(keys)
         self._news.submitted = [submitted for submitted in self._news.submitted if submitted[0] not in untold]
-        self._news.aborted += [request_id for request_id in running if request_id not in untold]
+        self._news.aborted += [key for key in keys if key not in untold]
         self._flush()
         return done
 
-    def _take(self, output: Any, request: _Request) -> Completion | None:
+    def _take(self, output: backend.NewTokens, request: _Request) -> Completion | None:
         """Adds a step's tokens to a request; its completion, if that ended it."""
-        request_id = output.request_id
-        for token_id, logp in zip(*backend.new_tokens(output), strict=True):
+        for token_id, logp in zip(output.token_ids, output.logps, strict=True):
             if not math.isfinite(logp):
                 self._cache_suspect = True
                 raise RuntimeError(
-                    f"request '{request_id}' met non-finite logits: the weights of version {request.version} are "
-                    "broken or overflow the engine's dtype"
+                    f"request '{request.request_id}' met non-finite logits: the weights of version "
+                    f"{request.version} are broken or overflow the engine's dtype"
                 )
             request.token_ids.append(token_id)
             request.logps.append(logp)
             if request.watch is not None and request.watch.push(token_id):
-                if not output.finished:
-                    self._news.aborted.append(request_id)
-                return self._live.pop(request_id).completion(request_id, "stop")
-        if not output.finished:
+                if output.finish_reason is None:
+                    self._news.aborted.append(request.key)
+                return self._live.pop(request.request_id).completion("stop")
+        if (reason := output.finish_reason) is None:
             return None
-        reason = output.outputs[0].finish_reason
         if reason not in ("stop", "length"):
             why = "; its log says why, where the form is one that no grammar was made of" if request.structured else ""
-            raise RuntimeError(f"vLLM gave request '{request_id}' up and calls that '{reason}'{why}")
-        return self._live.pop(request_id).completion(request_id, reason)
+            raise RuntimeError(f"vLLM gave request '{request.request_id}' up and calls that '{reason}'{why}")
+        return self._live.pop(request.request_id).completion(reason)
 
     # -- several processes, one engine ----------------------------------------------------------------------------
 
@@ -389,18 +394,18 @@ class VLLMEngine(RolloutEngine):
     def _carry_out(self, news: _News) -> None:
         llm = self._started()
         if news.aborted:
-            llm.llm_engine.abort_request(news.aborted)
+            backend.abort_requests(llm, news.aborted)
         if news.empty_cache:
             backend.empty_kv_cache(llm)
-        for request_id, prompt, sampling, limit, stop, seed in news.submitted:
+        for key, prompt, sampling, limit, stop, seed in news.submitted:
             params = backend.request_params(sampling, max_tokens=limit, stop_token_ids=stop, seed=seed)
-            backend.add_request(llm, request_id, prompt, params, self._adapter)
+            backend.add_request(llm, key, prompt, params, self._adapter)
 
-    def _steps(self) -> Iterator[Any]:
+    def _steps(self) -> Iterator[backend.NewTokens]:
         """What requests got, of one step of the engine after the other."""
         for _ in range(1 if self._lockstep is None else _STEPS_AT_ONCE):
             yield from self._step()
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> list[backend.NewTokens]:
         with backend.own_random_numbers(self._device):
-            return self._started().llm_engine.step()
+            return backend.step(self._started())

@@ -266,8 +266,8 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
 
 def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids: tuple[int, ...], seed: int) -> Any:
     """vLLM's sampling parameters of one request."""
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.sampling_params import SamplingParams as Params
+    from vllm.sampling_params import StructuredOutputsParams
 
     form, structured = sampling.structured, None
     if form is not None:
@@ -287,23 +287,52 @@ def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids:
         seed=seed,
         logprobs=0,  # of the token drawn alone
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
         structured_outputs=structured,
     )
 
 
-def add_request(llm: LLM, request_id: str, prompt_ids: list[int], params: Any, adapter: Adapter | None = None) -> None:
+# Requests go to the engine's core and its tokens come from there: what `LLMEngine.step` makes of them (texts, objects
+# per token) nobody reads here, and it takes a good part of a step.
+
+
+def add_request(llm: LLM, key: str, prompt_ids: list[int], params: Any, adapter: Adapter | None = None) -> None:
+    """Starts a request under a name that no other one has had: batches in flight may still be about that."""
     engine = llm.llm_engine
     (prompt,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt_ids}])
-    engine.add_request(request_id, prompt, params, lora_request=None if adapter is None else adapter.request)
+    lora = None if adapter is None else adapter.request
+    request = engine.input_processor.process_inputs(
+        key, prompt, params, engine.get_supported_tasks(), lora_request=lora
+    )
+    engine.engine_core.add_request(request)
 
 
-def new_tokens(output: Any) -> tuple[list[int], list[float]]:
-    """Tokens that a step added to a request, and their log-probs."""
-    (completion,) = output.outputs
-    token_ids = list(completion.token_ids)
-    logprobs = completion.logprobs or []
-    return token_ids, [at[token].logprob for token, at in zip(token_ids, logprobs, strict=True)]  # type: ignore[index]
+def abort_requests(llm: LLM, keys: list[str]) -> None:
+    llm.llm_engine.engine_core.abort_requests(keys)
+
+
+@dataclass(slots=True)
+class NewTokens:
+    """What a step added to one request."""
+
+    key: str
+    token_ids: list[int]
+    logps: list[float]
+    finish_reason: str | None
+
+
+def step(llm: LLM) -> list[NewTokens]:
+    """One step of the engine; empty also where it only launched the next batch."""
+    outputs = llm.llm_engine.engine_core.get_output().outputs
+    return [NewTokens(o.request_id, o.new_token_ids, _logps(o), _reason(o)) for o in outputs]
+
+
+def _logps(output: Any) -> list[float]:
+    logprobs = output.new_logprobs  # of the token drawn, in the first column
+    return [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
+
+
+def _reason(output: Any) -> str | None:
+    return None if output.finish_reason is None else str(output.finish_reason)
 
 
 # -- weights ------------------------------------------------------------------------------------------------------

@@ -114,14 +114,15 @@ def test_sleep_does_nothing_on_the_cpu(tied, processed):
 def test_a_shared_prompt_is_read_once(tied, monkeypatch):
     tied.update_weights(random_model("tied").named_parameters(), version=0)
     cached: list[int] = []
-    step = tied._step
+    core = tied._llm.llm_engine.engine_core
+    get_output = core.get_output
 
     def look():
-        outputs = step()
-        cached.extend(o.num_cached_tokens for o in outputs if o.finished)
+        outputs = get_output()
+        cached.extend(o.prefill_stats.num_cached_tokens for o in outputs.outputs if o.prefill_stats is not None)
         return outputs
 
-    monkeypatch.setattr(tied, "_step", look)
+    monkeypatch.setattr(core, "get_output", look)
     for seed in range(3):
         tied.generate([list(range(3, 99))], SamplingParams(max_tokens=2), [seed])
     assert cached == [0, 64, 64]
