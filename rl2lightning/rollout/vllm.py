@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -307,16 +307,10 @@ class VLLMEngine(RolloutEngine):
         if not self._live:
             return done
         self._tell(step=True)
-        failed: Exception | None = None
         for output in self._steps():
             request = self._live.get(output.key.partition(":")[2])
-            try:
-                if request is not None and (completion := self._take(output, request)) is not None:
-                    done.append(completion)
-            except Exception as error:  # said when the others, who know nothing of it, have done their steps
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            if request is not None and (completion := self._take(output, request)) is not None:
+                done.append(completion)
         self._flush()
         return done
 
@@ -370,8 +364,7 @@ class VLLMEngine(RolloutEngine):
             if news is not None:
                 self._carry_out(news)
             if news is None or news.step:
-                for _ in self._steps():
-                    pass
+                self._steps()
 
     def release(self) -> None:
         if self._lockstep is not None:
@@ -401,11 +394,8 @@ class VLLMEngine(RolloutEngine):
             params = backend.request_params(sampling, max_tokens=limit, stop_token_ids=stop, seed=seed)
             backend.add_request(llm, key, prompt, params, self._adapter)
 
-    def _steps(self) -> Iterator[backend.NewTokens]:
-        """What requests got, of one step of the engine after the other."""
-        for _ in range(1 if self._lockstep is None else _STEPS_AT_ONCE):
-            yield from self._step()
-
-    def _step(self) -> list[backend.NewTokens]:
+    def _steps(self) -> list[backend.NewTokens]:
+        """What requests got in the engine's steps up to the next exchange; all are made before any is looked into."""
+        llm = self._started()
         with backend.own_random_numbers(self._device):
-            return backend.step(self._started())
+            return [got for _ in range(1 if self._lockstep is None else _STEPS_AT_ONCE) for got in backend.step(llm)]

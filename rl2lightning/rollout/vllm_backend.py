@@ -282,13 +282,25 @@ def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids:
         top_k=0 if greedy else sampling.top_k,
         min_p=0.0 if greedy else sampling.min_p,
         min_tokens=min(sampling.min_tokens, max_tokens),
-        stop_token_ids=list(stop_token_ids),
+        stop_token_ids=_StopTokens(stop_token_ids),
         ignore_eos=True,  # the stop tokens say it all
         seed=seed,
         logprobs=0,  # of the token drawn alone
         detokenize=False,
         structured_outputs=structured,
+        skip_clone=True,  # nobody else has it
     )
+
+
+class _StopTokens(list):
+    """Token ids that end a request; vLLM looks every token up in this list, which may be long."""
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        super().__init__(token_ids)
+        self._set = frozenset(self)
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self._set
 
 
 # Requests go to the engine's core and its tokens come from there: what `LLMEngine.step` makes of them (texts, objects

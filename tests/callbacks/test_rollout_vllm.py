@@ -75,14 +75,14 @@ def test_an_engine_that_fails_mid_rollout_ends_the_run_with_a_checkpoint_and_its
     make_trainer, grpo, prompts, tmp_path: Path
 ) -> None:
     engine = VLLMEngine(**CACHE)
-    step = engine._step
+    steps = engine._steps
 
     def fails_in_the_second_rollout():
         if engine.version == 1 and engine.unfinished:
             raise OSError("the device fell off")
-        return step()
+        return steps()
 
-    engine._step = fails_in_the_second_rollout
+    engine._steps = fails_in_the_second_rollout
     trainer = make_trainer(RolloutCallback(engine, rewards=[digits]), Preemption(), max_steps=3)
     with pytest.raises(RolloutError, match="OSError: the device fell off"):
         trainer.fit(grpo(), datamodule=prompts())
