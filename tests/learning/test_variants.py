@@ -51,8 +51,7 @@ def test_rewards_rise_within_25_steps(fit, preset: str) -> None:
 @pytest.mark.filterwarnings("ignore:dynamic sampling found")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "grpo"])  # grpo: test_quickstart.py
-def test_greedy_accuracy_rises_from_half_to_at_least_0_8(fit, preset: str, seed: int) -> None:
-    """Measured 2026-11-21 on two CPU cores: dr_grpo 0.918 with each seed; dapo 0.866 with seed 0."""
+def test_greedy_accuracy_rises_from_half_to_at_least_0_85(fit, preset: str, seed: int) -> None:
     several = preset in SEVERAL_UPDATES
     settings = {
         "seed_everything": seed,
@@ -68,5 +67,5 @@ def test_greedy_accuracy_rises_from_half_to_at_least_0_8(fit, preset: str, seed:
     accuracies = logged["val/accuracy"]
     print("measured", preset, seed, accuracies)
     assert accuracies[0] == 0.5
-    assert accuracies[-1] >= 0.8
+    assert accuracies[-1] >= 0.85
     assert max(logged["train/skipped_steps"]) == 0
