@@ -153,6 +153,8 @@ class VLLMEngine(RolloutEngine):
                 "engine.init_args.lora='adapter' needs adapters: set model.init_args.lora, or lora of the engine to "
                 "'merged'"
             )
+        if self.takes_adapters and (problem := backend.cannot_adapt(config, self._device.type)) is not None:
+            raise ValueError(f"{problem}: set engine.init_args.lora to 'merged'")
         settings = backend.Settings(
             architecture=self._expected.model,
             tensor=self.tensor,

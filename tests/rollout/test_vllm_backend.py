@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from rl2lightning.rollout import vllm_backend
 from rl2lightning.rollout.auto import default_engine
@@ -52,6 +53,15 @@ def test_a_version_that_does_not_work_is_refused_with_those_that_do(versions):
     versions["vllm"] = "0.40.0"
     with pytest.raises(ValueError, match=r"vLLM 0\.40\.0 is installed, but versions 0\.26 to 0\.32 work"):
         vllm_backend.require("cuda")
+
+
+@pytest.mark.parametrize(
+    ("version", "num_tokens", "works"), [("0.26.0", 104, False), ("0.26.0", 128, True), ("0.32.0", 104, True)]
+)
+def test_vocabularies_that_vllm_cannot_adapt_are_named(versions, version: str, num_tokens: int, works: bool):
+    versions["vllm"] = version
+    problem = vllm_backend.cannot_adapt(Qwen3Config(vocab_size=num_tokens), "cuda")
+    assert problem is None if works else "here of 104 tokens" in str(problem)
 
 
 def test_the_default_engine_is_vllm_where_that_works_and_says_so(versions):
