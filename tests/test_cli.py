@@ -16,6 +16,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl2lightning import __main__, cli
 from rl2lightning.cli import main, run_loggers
 from rl2lightning.parallel.checkpoint import load_full_weights
 
@@ -290,6 +291,17 @@ def test_an_error_ends_the_process_with_a_code_and_without_a_traceback(config: P
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "rl2lightning: error: data file '/nowhere/p.jsonl' does not exist\n" in done.stderr
+
+
+def test_an_interrupt_before_the_fit_begins_ends_the_process_without_a_traceback(monkeypatch, capsys) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupted)
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    assert end.value.code == 130
+    assert not any(capsys.readouterr())
 
 
 def test_the_traceback_is_there_for_the_asking(
