@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from rl2lightning.rollout.partial import Carried
 from rl2lightning.types import RolloutError, counted
 
 T = TypeVar("T")
+_PATIENCE = timedelta(seconds=60)  # of a process that has failed, with others that may never come
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,22 @@ def gather(outcome: T | Failure, error: Exception | None = None, *, raising: typ
 def succeed_together(fn: Callable[[], None], *, raising: type[Exception] = RolloutError) -> None:
     """Runs fn on every process of the run.
 
-    Nobody waits for more than a number in host memory. Where fn runs collectives, a process that fails has to have
-    taken part in all of them.
+    Nobody waits for more than a number in host memory. Where fn runs collectives, a process that fails should have
+    taken part in all of them; otherwise the others stay there, until this one has waited a minute for them and ends.
 
     Raises:
         RolloutError: (or `raising`) fn raised on one of them; on all processes.
     """
     outcome, error = attempt(fn)
     failed = torch.tensor(int(error is not None))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    others = dist.all_reduce(failed, op=dist.ReduceOp.MAX, async_op=True)
+    assert others is not None
+    if isinstance(outcome, Failure):
+        try:
+            others.wait(_PATIENCE)
+        except RuntimeError:  # of gloo, which knows no error of its own for this
+            raise raising(outcome.message) from error
+    others.wait()
     if failed:
         gather(outcome, error, raising=raising)
 

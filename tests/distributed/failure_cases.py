@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from rl2lightning import (
     SamplingParams,
     cli,
 )
+from rl2lightning.callbacks import generation
 
 FAILURES = ["start", "first sleep", "first push", "second push", "offload", "wake", "probe", "sleep", "reload"]
 
@@ -134,6 +136,23 @@ def steps_with_a_lagging_file_system(root: Path, model: str, task: str) -> list[
     return [*steps, fit(5, "last")]
 
 
+def unheard_failure() -> str:
+    """How a failure ends where the others are inside a collective of somebody else's; no group works after this."""
+    somebody_elses = dist.new_group(backend="gloo")
+
+    def fn() -> None:
+        if on_last_process():
+            raise MemoryError("no room for the cache")
+        dist.barrier(group=somebody_elses)
+
+    generation._PATIENCE = timedelta(seconds=1)
+    try:
+        generation.succeed_together(fn)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
@@ -144,6 +163,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     outcomes = {failure: outcome(args.out, args.model, args.task, failure) for failure in [*FAILURES, "none"]}
     outcomes["lagging"] = steps_with_a_lagging_file_system(args.out / "run", args.model, args.task)
+    outcomes["unheard"] = unheard_failure()
     (args.out / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(outcomes))
 
 

@@ -46,6 +46,11 @@ def test_all_processes_go_on_from_the_checkpoint_that_the_first_one_finds(outcom
     assert [process["lagging"] for process in outcomes] == [[3, 2], [3, 2]]
 
 
+def test_a_process_that_fails_beside_others_in_a_collective_does_not_wait_for_them(outcomes) -> None:
+    assert outcomes[1]["unheard"] == "RolloutError: MemoryError: no room for the cache"
+    assert outcomes[0]["unheard"]  # as the end of the other process reaches it
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "ours"])
 def test_what_is_wrong_on_all_processes_is_said_once_and_leaves_no_run(
     fit_sft, launcher: str, tmp_path: Path, free_port, environment
