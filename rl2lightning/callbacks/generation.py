@@ -17,7 +17,6 @@ from rl2lightning.rollout.partial import Carried
 from rl2lightning.types import RolloutError, counted
 
 T = TypeVar("T")
-_PATIENCE = timedelta(seconds=60)  # of a process that has failed, with others that may never come
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,14 @@ def gather(outcome: T | Failure, error: Exception | None = None, *, raising: typ
     return everywhere
 
 
-def succeed_together(fn: Callable[[], None], *, raising: type[Exception] = RolloutError) -> None:
+def succeed_together(
+    fn: Callable[[], None], *, raising: type[Exception] = RolloutError, patience: timedelta | None = None
+) -> None:
     """Runs fn on every process of the run.
 
-    Nobody waits for more than a number in host memory. Where fn runs collectives, a process that fails should have
-    taken part in all of them; otherwise the others stay there, until this one has waited a minute for them and ends.
+    Nobody waits for more than a number in host memory. Where fn runs collectives, a process that fails has to have
+    taken part in all of them; where that cannot be known, `patience` is how long it waits for the others before it
+    raises alone (and its end becomes theirs).
 
     Raises:
         RolloutError: (or `raising`) fn raised on one of them; on all processes.
@@ -67,9 +69,9 @@ def succeed_together(fn: Callable[[], None], *, raising: type[Exception] = Rollo
     failed = torch.tensor(int(error is not None))
     others = dist.all_reduce(failed, op=dist.ReduceOp.MAX, async_op=True)
     assert others is not None
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, Failure) and patience is not None:
         try:
-            others.wait(_PATIENCE)
+            others.wait(patience)
         except RuntimeError:  # of gloo, which knows no error of its own for this
             raise raising(outcome.message) from error
     others.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Literal
 
 import lightning as L
@@ -26,6 +27,8 @@ from rl2lightning.rollout.loop import Job, RolloutLoop, RolloutResult
 from rl2lightning.rollout.partial import Carried, PartialRollouts
 from rl2lightning.seeding import run_seed
 from rl2lightning.types import PromptBatch, RolloutError, Row, SamplingParams, Sequences, Trajectory
+
+_PATIENCE = timedelta(seconds=60)  # of a process whose engine did not start, with others that may never come
 
 
 class RolloutCallback(HeldOutSamples):
@@ -138,7 +141,7 @@ class RolloutCallback(HeldOutSamples):
             adapter_rank=pl_module.adapter_rank,
         )
         try:
-            succeed_together(lambda: self._start(spec))
+            succeed_together(lambda: self._start(spec), patience=_PATIENCE)
         except RolloutError as error:
             if isinstance(error.__cause__, ValueError):  # a wrong setting
                 raise error.__cause__ from None

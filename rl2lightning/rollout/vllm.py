@@ -80,7 +80,8 @@ class VLLMEngine(RolloutEngine):
         lora: how a policy trained by LoRA gets here. merged: its whole weights, adapters and all. adapter: the adapters
             alone, beside frozen weights that come once; a push is as small as they are, each token costs more, and
             the engine has to keep the frozen weights (`sleep: false` on a GPU).
-        options: further arguments of `vllm.LLM`.
+        options: further arguments of `vllm.LLM`; those about its own statistics and traces change nothing, as tokens
+            are taken from underneath them.
     """
 
     def __init__(
@@ -309,10 +310,18 @@ class VLLMEngine(RolloutEngine):
         if not self._live:
             return done
         self._tell(step=True)
+        failed: Exception | None = None
         for output in self._steps():
             request = self._live.get(output.key.partition(":")[2])
-            if request is not None and (completion := self._take(output, request)) is not None:
-                done.append(completion)
+            if request is None or request.key != output.key:  # it has ended here, and vLLM has yet to hear of it
+                continue
+            try:
+                if (completion := self._take(output, request)) is not None:
+                    done.append(completion)
+            except Exception as error:  # raised when the others have what is theirs
+                failed = failed or error
+        if failed is not None:
+            raise failed
         self._flush()
         return done
 
@@ -359,19 +368,30 @@ class VLLMEngine(RolloutEngine):
 
     def follow(self) -> None:
         assert self._lockstep is not None and not self._lockstep.leads
+        failed: Exception | None = (
+            None  # raised when it is released: the leader has met the same, and may have news still
+        )
         while True:
             goes_on, news = self._lockstep.receive()
             if not goes_on:
-                return
-            if news is not None:
-                self._carry_out(news)
-            if news is None or news.step:
-                self._steps()
+                break
+            try:
+                if news is not None:
+                    self._carry_out(news)
+                if news is None or news.step:
+                    self._steps()
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def release(self) -> None:
-        if self._lockstep is not None:
+        if self._lockstep is None:
+            return
+        try:
             if self._news.any and self._llm is not None:
                 self._tell(step=False)
+        finally:
             self._lockstep.release()
 
     def _flush(self) -> None:

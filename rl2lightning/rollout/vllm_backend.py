@@ -286,7 +286,7 @@ def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids:
         choice = list(form.choice) or None
         structured = StructuredOutputsParams(json=form.json_schema, regex=form.regex, choice=choice)
     greedy = sampling.greedy
-    return Params(
+    params = Params(
         max_tokens=max_tokens,
         temperature=sampling.temperature,
         # a greedy request takes the likeliest token of the whole distribution, and its log-prob
@@ -294,7 +294,7 @@ def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids:
         top_k=0 if greedy else sampling.top_k,
         min_p=0.0 if greedy else sampling.min_p,
         min_tokens=min(sampling.min_tokens, max_tokens),
-        stop_token_ids=_StopTokens(stop_token_ids),
+        stop_token_ids=list(stop_token_ids),
         ignore_eos=True,  # the stop tokens say it all
         seed=seed,
         logprobs=0,  # of the token drawn alone
@@ -302,6 +302,8 @@ def request_params(sampling: SamplingParams, *, max_tokens: int, stop_token_ids:
         structured_outputs=structured,
         skip_clone=True,  # nobody else has it
     )
+    params.stop_token_ids = _StopTokens(stop_token_ids)  # afterwards: some versions keep a list of their own
+    return params
 
 
 class _StopTokens(list):
@@ -331,7 +333,13 @@ def add_request(llm: LLM, key: str, prompt_ids: list[int], params: Any, adapter:
 
 
 def abort_requests(llm: LLM, keys: list[str]) -> None:
-    llm.llm_engine.engine_core.abort_requests(keys)
+    """Ends requests one by one.
+
+    What vLLM is told of together it frees in the order of a set of texts, which is another one in each process: those
+    of one engine would give different blocks away, and then schedule different tokens.
+    """
+    for key in keys:
+        llm.llm_engine.engine_core.abort_requests([key])
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from rl2lightning import (
     SamplingParams,
     cli,
 )
-from rl2lightning.callbacks import generation
+from rl2lightning.callbacks.generation import succeed_together
 
 FAILURES = ["start", "first sleep", "first push", "second push", "offload", "wake", "probe", "sleep", "reload"]
 
@@ -145,9 +145,8 @@ def unheard_failure() -> str:
             raise MemoryError("no room for the cache")
         dist.barrier(group=somebody_elses)
 
-    generation._PATIENCE = timedelta(seconds=1)
     try:
-        generation.succeed_together(fn)
+        succeed_together(fn, patience=timedelta(seconds=1))
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return ""

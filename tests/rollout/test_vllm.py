@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl2lightning.rollout import vllm_backend
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.loop import Job, RolloutLoop
 from rl2lightning.rollout.partial import PartialRollouts
@@ -126,6 +127,15 @@ def test_a_shared_prompt_is_read_once(tied, monkeypatch):
     for seed in range(3):
         tied.generate([list(range(3, 99))], SamplingParams(max_tokens=2), [seed])
     assert cached == [0, 64, 64]
+
+
+def test_stop_tokens_stay_a_set_to_look_up_in():
+    params = vllm_backend.request_params(SamplingParams(), max_tokens=2, stop_token_ids=(5, 2), seed=0)
+    stops = params.clone().stop_token_ids  # as vLLM does with each request's
+    assert stops == [5, 2]
+    assert 5 in stops
+    list.clear(stops)
+    assert 5 in stops  # not by going through the list
 
 
 def test_a_rollout_in_pieces_has_the_logps_of_the_weights_that_drew_each_token(tied, processed, tokenizer):

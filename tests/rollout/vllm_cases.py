@@ -23,7 +23,7 @@ from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.loop import Job, RolloutLoop
 from rl2lightning.rollout.partial import Carried, PartialRollouts
 from rl2lightning.rollout.vllm import _STEPS_AT_ONCE, VLLMEngine
-from rl2lightning.types import RolloutError, SamplingParams, Trajectory
+from rl2lightning.types import Completion, RolloutError, SamplingParams, Trajectory
 
 
 def logps(model, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
@@ -117,6 +117,42 @@ def check_errors_of_the_leader(engine: VLLMEngine, sharded) -> None:
     assert engine.unfinished == 0
 
 
+def check_errors_of_all(engine: VLLMEngine) -> None:
+    """What vLLM refuses on every process is raised on every process, and nobody waits for news of it."""
+    with pytest.raises(Exception, match="99999"):
+        engine.together(lambda: engine.generate([[5, 6]], SamplingParams(stop_token_ids=(99_999,)), [0]))
+    assert engine.unfinished == 0
+
+
+def check_a_tight_cache(model, directory: str) -> None:
+    """Texts end several requests at once and their blocks are given away: the same ones on all processes."""
+    engine = VLLMEngine(tensor=2, kv_cache_memory_bytes=1 << 20, max_num_seqs=8, options={"block_size": 32})
+    tokenizer = build_tokenizer()
+    engine.start(EngineSpec(directory, "cpu", torch.float32, stop_token_ids=(2,), tokenizer=tokenizer))
+    engine.update_weights(model.named_parameters(), version=0)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 90, (24, 70), generator=generator).tolist()
+    sampling = SamplingParams(max_tokens=40, stop=tuple("aeiou0123"))
+
+    def lead() -> list[Completion]:
+        """Conversations of several turns, whose next prompt is all that was said."""
+        done: list[Completion] = []
+        for i, prompt in enumerate(prompts):
+            engine.submit(f"{i} 0", prompt, sampling, seed=i)
+        while engine.unfinished:
+            for c in engine.step():
+                done.append(c)
+                i, turn = map(int, c.request_id.split())
+                if turn < 4:
+                    engine.submit(f"{i} {turn + 1}", [*c.prompt_ids, *c.token_ids, 7], sampling, seed=100 * turn + i)
+        return done
+
+    for c in engine.together(lead) or []:
+        expected = logps(model, c.prompt_ids, c.token_ids)
+        torch.testing.assert_close(torch.tensor(c.logps), expected, atol=2e-5, rtol=0)
+    engine.shutdown()
+
+
 def check_jobs(engine: VLLMEngine, *, replica_size: int) -> list[tuple[int, int, list[int]]]:
     """Jobs dealt to engines and their results dealt back; what every process holds at the end, in order."""
     generators = Generators(engine, replica_size)
@@ -178,6 +214,7 @@ def check_all(tensor: int, directory: str) -> None:
                 p.add_(distribute_tensor(change, p.device_mesh, p.placements))  # type: ignore[attr-defined]
     check_abort(engine)
     check_errors_of_the_leader(engine, sharded)
+    check_errors_of_all(engine)
     check_numbers(engine, sharded, model, version=9)
 
     # whether the two are two replicas or one, the same trajectories come out
@@ -205,6 +242,7 @@ def main(directory: Path) -> None:
     build_model().config.save_pretrained(path)
     for tensor in (1, 2):
         check_all(tensor, str(path))
+    check_a_tight_cache(build_model(), str(path))
     dist.destroy_process_group()
 
 
