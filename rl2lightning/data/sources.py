@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rl2lightning.data.json_rows import exact_rows
 from rl2lightning.types import Row
 from rl2lightning.usercode import load_file
 
@@ -189,7 +190,7 @@ def _load_dataset(path: str, builder: str, split: str, **arguments: Any) -> Sequ
 
     try:
         loaded: Any = datasets.load_dataset(builder, split=split, **arguments)
-        return loaded
+        return exact_rows(loaded, split, builder, arguments)
     except ConnectionError as error:
         raise ValueError(
             f"{path!r} is no local path and the Hugging Face hub was not reached ({error}): "

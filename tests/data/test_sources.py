@@ -53,6 +53,40 @@ def test_nested_values_keep_the_keys_they_have_and_no_others(tmp_path):
     assert [row["tool_calls"] for row in load_rows(path)] == [[call] for call in calls]
 
 
+# strings that are JSON, and one that looks like a time
+TEXTS = ["86", "true", "null", "[1]", '"q"', '{"a": 1}', "plain", "2020-01-01"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"chosen": x} for x in [*TEXTS, [{"role": "assistant", "content": "86"}], None, 86]],
+        [{"messages": [{"role": "user", "content": x}]} for x in [*TEXTS, ["a part"]]],
+        [{"calls": [{"arguments": x}]} for x in [{"city": "86"}, {"count": 86}, *TEXTS]],
+        [{"answer": "2020-01-01", "others": ["2020-01-01 10:00:00", None]}] * 3,
+    ],
+)
+def test_strings_stay_strings_whatever_else_their_column_holds(tmp_path, rows):
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "files").mkdir()
+    write_jsonl(tmp_path / "files" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "files" / "test.jsonl", rows[::-1])
+    assert list(load_rows(path)) == list(load_rows(f"{tmp_path}/rows.json")) == rows
+    assert list(load_rows(f"train[1:3]@{path}")) == rows[1:3]
+    assert list(load_rows(f"train[:2]+test[1:]@{tmp_path}/files")) == rows[:2] + rows[::-1][1:]
+    write_jsonl(tmp_path / "rows.jsonl", rows[:0:-1])
+    assert list(load_rows(path)) == rows[:0:-1]  # a changed file is read anew
+
+
+def test_only_files_that_mix_types_are_read_twice(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "mixed.jsonl", [{"a": "86"}, {"a": [86]}])
+    load_rows(path)
+    monkeypatch.setattr("rl2lightning.data.json_rows._objects", None)
+    load_rows(write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    assert list(load_rows(path)) == [{"a": "86"}, {"a": [86]}]  # from the cache
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -96,8 +130,8 @@ def test_a_hub_name_without_network_says_so(monkeypatch):
 
 
 def test_a_hub_name_may_carry_a_configuration(monkeypatch):
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or ROWS)
+    asked, table = [], datasets.Dataset.from_list(ROWS)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or table)
     load_rows(["test@owner/name:main", "owner/name"])
     assert asked == [
         (("owner/name",), {"split": "test", "name": "main"}),

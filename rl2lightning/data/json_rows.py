@@ -1,0 +1,111 @@
+"""JSON files read once more, where `datasets` would give back something else than they hold.
+
+Of a column that mixes types it keeps the JSON of every value, but of a string that is JSON by itself only the string:
+"86" comes back as 86, "null" as nothing. Strings that look like times it reads as times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rl2lightning.types import Row
+
+
+def exact_rows(loaded: Any, split: str, builder: str, arguments: dict[str, Any]) -> Any:
+    """The data set `loaded`, or where that may differ from its JSON files one that does not.
+
+    It is made of the files row by row, cached as any other and made anew only when they change.
+
+    Args:
+        loaded: a `datasets.Dataset`.
+        split: what was asked for, slices included.
+        builder: what it was loaded with, and
+        arguments: how.
+    """
+    import datasets
+    from datasets.packaged_modules.json.json import Json
+
+    if not _loses(loaded.features):
+        return loaded
+    source = datasets.load_dataset_builder(builder, **arguments)
+    if not isinstance(source, Json) or source.config.data_files is None:
+        return loaded  # files of another format say themselves what they hold
+    manager = datasets.DownloadManager()
+    features = datasets.Features({name: _with_text(feature) for name, feature in loaded.features.items()})
+    counts = {name: info.num_examples for name, info in loaded.info.splits.items()}
+    parts = []
+    for part in datasets.ReadInstruction.from_spec(split).to_absolute(counts):
+        files = list(manager.iter_files(manager.download_and_extract(list(source.config.data_files[part.splitname]))))
+        stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
+        rows: Any = datasets.Dataset.from_generator(
+            _read,
+            features=features,
+            split=datasets.NamedSplit(part.splitname),
+            gen_kwargs={"files": json.dumps(stamps), "features": features},
+        )
+        parts.append(rows.select(range(len(rows))[part.from_ : part.to]))
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+
+
+def _read(files: str, features: Any) -> Iterator[Row]:
+    """The rows of files, what is of no one type as JSON. The stamps of the files are there for the cache's key."""
+    for file, *_ in json.loads(files):
+        for i, row in enumerate(_objects(file)):
+            if not isinstance(row, dict):
+                raise ValueError(f"row {i} of '{file}' must be an object, not {type(row).__name__}")
+            yield _encoded(row, dict(features))
+
+
+def _objects(file: str) -> Iterator[Any]:
+    with open(file, encoding="utf-8-sig") as lines:
+        if lines.read(1) == "[":
+            lines.seek(0)
+            yield from json.load(lines)
+            return
+        lines.seek(0)
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)
+
+
+def _encoded(value: Any, feature: Any) -> Any:
+    import datasets
+
+    if value is None:
+        return None
+    if isinstance(feature, datasets.Json):
+        return json.dumps(value)  # a string, too: what is JSON already, `datasets` takes as it is
+    if isinstance(feature, dict):
+        return {name: _encoded(value.get(name), inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List):
+        return [_encoded(item, feature.feature) for item in value]
+    return value
+
+
+def _loses(feature: Any) -> bool:
+    """Whether values of this type may be others in the file."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return any(map(_loses, feature.values()))
+    if isinstance(feature, datasets.List):
+        return _loses(feature.feature)
+    return isinstance(feature, datasets.Json) or _is_time(feature)
+
+
+def _with_text(feature: Any) -> Any:
+    """The type with strings for times: JSON has none."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _with_text(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List):
+        return datasets.List(_with_text(feature.feature), length=feature.length)
+    return datasets.Value("string") if _is_time(feature) else feature
+
+
+def _is_time(feature: Any) -> bool:
+    return str(getattr(feature, "dtype", "")).startswith(("timestamp", "date", "time", "duration"))
