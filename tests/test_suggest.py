@@ -1,5 +1,9 @@
+import pytest
 from jsonargparse import ArgumentParser
 
+from rl2lightning.algorithms.base import PostTrainingModule
+from rl2lightning.algorithms.ppo import PPO  # noqa: F401 - it is known once it is loaded
+from rl2lightning.models.lora import LoRAConfig
 from rl2lightning.preference_losses import PreferenceLoss, Sigmoid
 from rl2lightning.suggest import shorten, suggest
 from rl2lightning.types import SamplingParams
@@ -119,3 +123,103 @@ Given value: Namespace()"""
 def test_other_messages_stay_as_they_are() -> None:
     for message in ("data file 'x' does not exist", "two\nlines", UNION.format(line="Something new")[:60]):
         assert shorten(message) == message
+
+
+def refused_by(class_path: str, key: str, line: str) -> str:
+    return f"Parser key \"{key}\":\n  Problem with given class_path '{class_path}':\n    {line}"
+
+
+def test_a_key_that_the_chosen_class_refused_is_not_suggested_because_a_class_beside_it_has_it() -> None:
+    made = parser()
+    made.add_argument("--preference_loss", type=PreferenceLoss, default=Sigmoid())
+    refused = "Option 'length_normalised' is not accepted"  # by SimPO; MarginLoss has it
+    message = refused_by("rl2lightning.preference_losses.SimPO", "preference_loss", refused)
+    assert suggest(message, made) == f"{message}; it takes per_token_beta, gamma, nll_coef"
+    assert suggest(refused, made).endswith("did you mean 'preference_loss.length_normalised'?")  # nothing is chosen yet
+
+
+def test_the_parser_around_a_class_finds_a_key_that_stands_elsewhere() -> None:
+    message = refused_by(
+        "rl2lightning.preference_losses.SimPO", "preference_loss", "Option 'max_steps' is not accepted"
+    )
+    made = parser()
+    made.add_argument("--preference_loss", type=PreferenceLoss, default=Sigmoid())
+    assert suggest(message, made) == f"{message}; did you mean 'trainer.max_steps'?"
+
+
+def test_of_a_class_with_many_settings_it_says_how_they_are_listed() -> None:
+    made = ArgumentParser()
+    made.add_argument("--model", type=PostTrainingModule)
+    message = refused_by("rl2lightning.algorithms.ppo.PPO", "model", "Option 'blurb' is not accepted")
+    assert suggest(message, made) == f"{message}; it takes what --model.help PPO lists"
+
+
+def test_what_a_setting_is_called_elsewhere_leads_to_the_one_here() -> None:
+    made = ArgumentParser()
+    for name in ("messages_key", "epochs"):
+        made.add_argument(f"--{name}")
+    assert suggest("Option 'prompt_key' is not accepted", made).endswith("; did you mean 'messages_key'?")
+    refused = "Option 'updates_per_rollout' is not accepted"
+    assert suggest(refused, made) == refused  # both of what it stands for must be there
+    made.add_argument("--mini_batches")
+    assert suggest(refused, made).endswith("; did you mean 'epochs' and 'mini_batches'?")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("RPO", "; did you mean 'Sigmoid' with nll_coef 1?"),
+        ("DPO", "; did you mean 'Sigmoid'?"),
+        ("simpo", "; did you mean 'SimPO'?"),
+    ],
+)
+def test_a_class_that_is_none_of_those_expected_is_answered_with_those(name: str, said: str) -> None:
+    made = parser()
+    made.add_argument("--preference_loss", type=PreferenceLoss | None)
+    message = suggest(f'Parser key "preference_loss":\n  Expected a dot import path string: {name}', made)
+    assert f"'{name}' is no known PreferenceLoss{said}" in message
+
+
+@pytest.mark.parametrize("name", ["KTO", "Foo"])
+def test_a_class_that_resembles_none_of_those_expected_is_answered_with_a_list(name: str) -> None:
+    made = parser()
+    made.add_argument("--preference_loss", type=PreferenceLoss)
+
+    class OfOnesOwn(Sigmoid):  # which does not take its base off the list
+        pass
+
+    message = suggest(f'Parser key "preference_loss":\n  Expected a dot import path string: {name}', made)
+    refused, known, own = message.splitlines()[1].split("; ")
+    assert refused == f"  '{name}' is no known PreferenceLoss"
+    named = known.removeprefix("known are ").split(", ")
+    assert {"Hinge", "IPO", "ORPO", "Robust", "Sigmoid", "SimPO", "OfOnesOwn"} <= set(named)
+    assert "MarginLoss" not in named  # abstract
+    assert own == "a class of your own goes with its module, as in my_module.MyClass"
+
+
+def test_a_refused_class_name_stays_in_the_one_line() -> None:
+    line = 'Parser key "preference_loss":\n          {}'
+    for refused in ("'Foo' is no known PreferenceLoss; known are Hinge, IPO", "Expected a dot import path string: Foo"):
+        shown = shorten(UNION.format(line=line.format(refused)))
+        assert shown == f"rl2lightning.RolloutCallback: preference_loss: {refused}"
+
+
+def test_a_class_name_is_never_answered_with_itself() -> None:
+    message = "Expected a dot import path string: Sigmoid"
+    assert "'Sigmoid'" not in suggest(message, parser())
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        "    - Expected a dot import path string: true\n    - Expected a <class 'NoneType'>. Got value: True\n",
+        "    - Not a valid subclass of LoRAConfig\n      Subclass types expect one of:\n      - a class path (str)\n",
+    ],
+)
+def test_true_in_the_place_of_settings_is_answered_with_one_of_them(errors: str) -> None:
+    made = ArgumentParser()
+    made.add_argument("--lora", type=LoRAConfig | None)
+    inner = suggest(f'Parser key "lora":\n  Errors:\n{errors}  Given value type: <class>\n  Given value: true', made)
+    assert shorten(inner).endswith("'true' is no LoRAConfig: give its settings, as in --lora.rank 16")
+    outer = suggest(f'Parser key "model":\n  {inner}', ArgumentParser())
+    assert shorten(outer).endswith("'true' is no LoRAConfig: give its settings, as in --model.lora.rank 16")
