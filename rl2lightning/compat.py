@@ -105,6 +105,26 @@ def find_last_checkpoint_with(trainer: Any, find: Callable[[TrainerFn], Path | N
     connector._parse_ckpt_path, connector.resume_start = instead, resume_together
 
 
+def settle_epoch(checkpoint: dict[str, Any]) -> None:
+    """Makes a checkpoint from after an epoch's last step say either that the epoch is over or that it is not.
+
+    Lightning 2.6 leaves it in between. Where `max_steps` was given, it goes on with one more batch of an epoch that is
+    over; where that ended the run in the middle of the last of `max_epochs`, with nothing. Remove when it does not.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop")
+    if loop is None:
+        return
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    if epochs["current"]["ready"] != epochs["current"]["processed"]:
+        return  # from within an epoch, or from between two
+    over = batches["is_last_batch"]
+    for count in epochs.values():
+        count["processed"] -= not over
+        count["completed"] = count["processed"]
+    if over:
+        batches |= {"current": dict.fromkeys(batches["current"], 0), "is_last_batch": False}
+
+
 def log_under_global_step(trainer: Any) -> None:
     """Makes the number of optimizer steps the step that metrics are logged under.
 

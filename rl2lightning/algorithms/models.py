@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, follow_schedules
-from rl2lightning.compat import ignore_misplaced_advice, log_under_global_step
+from rl2lightning.compat import ignore_misplaced_advice, log_under_global_step, settle_epoch
 from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
 from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
 from rl2lightning.models.lora_files import plain_config, scaling, write_config
@@ -166,6 +166,7 @@ class ModelOwner(L.LightningModule):
                 f"checkpoint '{self.trainer.ckpt_path}' is of a run of {theirs}, which {self._algorithm} cannot go on "
                 "with: `rl2lightning export` its model and set model.init_args.model to that, without --ckpt_path"
             )
+        settle_epoch(checkpoint)
         self._loaded_step = checkpoint["global_step"]
         states = checkpoint.get("nonfinite_steps", {})  # not in those of version 0.1.0
         for name, trained in self.trained.items():  # fewer than were saved where nothing is to be learned

@@ -220,14 +220,16 @@ def test_a_run_that_ends_between_two_checkpoints_leaves_one(tiny_model: str, tas
     assert fit(3) == ["step=3.ckpt"]
 
 
-@pytest.mark.parametrize("num_steps", [3, 4])
+@pytest.mark.parametrize("num_steps", [3, 4, 7])
+@pytest.mark.parametrize("limits", [{"max_epochs": -1}, {"max_epochs": 4}, {"max_epochs": 4, "limit_val_batches": 0}])
 def test_what_goes_on_from_the_last_checkpoint_counts_steps_and_epochs_on(
-    make_trainer, grpo, prompts, tmp_path: Path, num_steps: int
+    make_trainer, grpo, prompts, tmp_path: Path, num_steps: int, limits: dict[str, int]
 ) -> None:
     def columns(max_steps: int, ckpt_path: Path | None = None) -> list[tuple[int, int]]:
         logger = CSVLogger(tmp_path, name="", version=max_steps)
         callbacks = Preemption(), ModelCheckpoint(tmp_path / "saved", every_n_train_steps=100)
         options = {"limit_train_batches": 2, "log_every_n_steps": 1, "enable_checkpointing": True, "logger": logger}
+        options |= limits
         trainer = make_trainer(*callbacks, RolloutCallback(rewards=[varied]), max_steps=max_steps, **options)
         trainer.fit(grpo(), datamodule=prompts(), ckpt_path=ckpt_path)
         with Path(logger.log_dir, "metrics.csv").open() as file:
