@@ -115,6 +115,16 @@ class AdvantageEstimator(ABC):
         """Advantages, and returns or None, from rewards; all [R, T]."""
 
 
+def _share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"advantage.{name}={value} must lie between 0 and 1")
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"advantage.{name}={value} must be positive")
+
+
 class GroupEstimator(AdvantageEstimator):
     """One number for all actions of a trajectory: its total reward against those of the other samples of its prompt."""
 
@@ -170,6 +180,9 @@ class BatchWhitened(AdvantageEstimator):
     gamma: float = 1.0
     per_token: bool = True
 
+    def __post_init__(self) -> None:
+        _share("gamma", self.gamma)
+
     def estimate(self, seqs: Sequences, episodes: Episodes, rewards: Tensor) -> tuple[Tensor, None]:
         if self.per_token:
             to_come, _ = adv.monte_carlo(rewards, torch.zeros_like(rewards), episodes.mask, gamma=self.gamma)
@@ -196,6 +209,9 @@ class CriticEstimator(AdvantageEstimator):
     gamma: float = 1.0
     whiten: bool = True
 
+    def __post_init__(self) -> None:
+        _share("gamma", self.gamma)
+
     @property
     def needs_values(self) -> bool:
         return True
@@ -215,7 +231,22 @@ class CriticEstimator(AdvantageEstimator):
 
 
 @dataclass(frozen=True)
-class OffPolicyEstimator(CriticEstimator):
+class TraceEstimator(CriticEstimator):
+    """Trusts the critic's values the less, the larger `lam`.
+
+    Args:
+        lam: trace decay, from 0 to 1.
+    """
+
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _share("lam", self.lam)
+
+
+@dataclass(frozen=True)
+class OffPolicyEstimator(TraceEstimator):
     """Corrects for the rollout policy not being the old policy, so it excludes a `MismatchCorrection`."""
 
     @property
@@ -246,7 +277,7 @@ class MonteCarlo(CriticEstimator):
 
 
 @dataclass(frozen=True)
-class GAE(CriticEstimator):
+class GAE(TraceEstimator):
     """Generalised advantage estimation, PPO's.
 
     Args:
@@ -260,7 +291,7 @@ class GAE(CriticEstimator):
 
 
 @dataclass(frozen=True)
-class TDLambda(CriticEstimator):
+class TDLambda(TraceEstimator):
     """The lambda-return minus the value: GAE's numbers by the other road.
 
     Args:
@@ -283,6 +314,10 @@ class NStep(CriticEstimator):
 
     n: int = 5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("n", self.n)
+
     def over_values(self, rewards: Tensor, values: Tensor, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return adv.n_step(rewards, values, mask, gamma=self.gamma, n=self.n)
 
@@ -300,6 +335,11 @@ class VTrace(OffPolicyEstimator):
     lam: float = 1.0
     rho_bar: float = 1.0
     c_bar: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("rho_bar", self.rho_bar)
+        _positive("c_bar", self.c_bar)
 
     def over_values(self, rewards: Tensor, values: Tensor, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return adv.vtrace(
@@ -332,6 +372,11 @@ class ClippedIS(OffPolicyEstimator):
 
     lam: float = 1.0
     clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.clip >= 0:
+            raise ValueError(f"advantage.clip={self.clip} is how far the ratio may go from 1: set it to 0 or more")
 
     def over_values(self, rewards: Tensor, values: Tensor, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return adv.clipped_is(rewards, values, log_ratio, mask, gamma=self.gamma, lam=self.lam, clip=self.clip)

@@ -40,6 +40,11 @@ class PolicyLoss(ABC):
         """The loss [N] and what to log about it, `ratio` and `clip_fraction` where there are such."""
 
 
+def _not_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"policy_loss.{name}={value} is how far the ratio may go from 1: set it to 0 or more")
+
+
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
     """The clipped surrogate of PPO and GRPO.
@@ -55,6 +60,8 @@ class PPOClip(PolicyLoss):
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
+        _not_negative("clip_low", self.clip_low)
+        _not_negative("clip_high", self.clip_high)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip={self.dual_clip} must be greater than 1, or null to leave it out")
 
@@ -85,6 +92,10 @@ class GSPO(PolicyLoss):
     sequence_clip_low: float = 3e-4
     sequence_clip_high: float = 4e-4
 
+    def __post_init__(self) -> None:
+        _not_negative("sequence_clip_low", self.sequence_clip_low)
+        _not_negative("sequence_clip_high", self.sequence_clip_high)
+
     def terms(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -103,6 +114,10 @@ class CISPO(PolicyLoss):
     """
 
     max_ratio: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.max_ratio > 0:
+            raise ValueError(f"policy_loss.max_ratio={self.max_ratio} caps the weight of a token: set it above 0")
 
     def terms(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences

@@ -68,8 +68,8 @@ class MarginLoss(ImitatingLoss):
 
     Args:
         beta: how close to the reference the policy stays: the larger, the closer.
-        length_normalised: take means over the tokens of an answer instead of sums; beta is then some 50 times larger
-            (5 with Tulu 3, arXiv:2411.15124).
+        length_normalised: take means over the tokens of an answer instead of sums. beta stays as it is set, and has to
+            be set some 50 times larger with it, for it then counts per token (5 with Tulu 3, arXiv:2411.15124).
         nll_coef: weight of the negative log-likelihood of the chosen answers (RPO, arXiv:2404.19733, which takes 1).
     """
 
@@ -149,20 +149,22 @@ class Hinge(MarginLoss):
 
 @dataclass(frozen=True)
 class IPO(ImitatingLoss):
-    """IPO (Azar et al., 2023, arXiv:2310.12036): the squared distance of the margin to 1 / (2 beta), from means.
+    """IPO (Azar et al., 2023, arXiv:2310.12036): the squared distance of the margin to a target, from means.
 
     Departs from the paper, whose sums over tokens make the target depend on the length of the answers.
 
     Args:
-        beta: how close to the reference the policy stays: the margin per token aims at 1 / (2 beta) nats.
+        per_token_beta: how close to the reference the policy stays: the margin per token aims at
+            1 / (2 per_token_beta) nats. It has a name of its own because the command line hands fields of equal name on
+            from one class to the next, and that of DPO, for sums, is far too small here.
         nll_coef: weight of the negative log-likelihood of the chosen answers.
     """
 
-    beta: float = 0.1
+    per_token_beta: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("beta", self.beta)
+        _positive("per_token_beta", self.per_token_beta)
 
     @property
     def uses_means(self) -> bool:
@@ -172,11 +174,12 @@ class IPO(ImitatingLoss):
         self, chosen: Tensor, rejected: Tensor, chosen_ref: Tensor | None, rejected_ref: Tensor | None
     ) -> Tensor:
         assert chosen_ref is not None and rejected_ref is not None
-        return losses.ipo(losses.preference_margin(chosen, rejected, chosen_ref, rejected_ref), beta=self.beta)
+        margin = losses.preference_margin(chosen, rejected, chosen_ref, rejected_ref)
+        return losses.ipo(margin, beta=self.per_token_beta)
 
     def rewards(self, logps: Tensor, ref_logps: Tensor | None) -> Tensor:
         assert ref_logps is not None
-        return self.beta * (logps - ref_logps)
+        return self.per_token_beta * (logps - ref_logps)
 
 
 @dataclass(frozen=True)
@@ -256,8 +259,8 @@ class KTOLoss:
     Args:
         beta: how close to the reference the policy stays: the larger, the closer.
         desirable_weight: of the loss of desirable answers.
-        undesirable_weight: of the loss of the others. The paper wants weight times number of the one kind between 1 and
-            4/3 of that of the other.
+        undesirable_weight: of the loss of the others. The paper wants desirable_weight * number of desirable answers to
+            be 1 to 4/3 times undesirable_weight * number of the others.
     """
 
     beta: float = 0.1

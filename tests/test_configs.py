@@ -176,7 +176,7 @@ def test_ppo_begins_to_move_its_policy_at_the_rate_it_names(capsys, num_steps: i
     ("name", "loss"),
     [
         ("dpo", ("Sigmoid", {"beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0, "length_normalised": False})),
-        ("ipo", ("IPO", {"beta": 1.0, "nll_coef": 0.0})),
+        ("ipo", ("IPO", {"per_token_beta": 1.0, "nll_coef": 0.0})),
         ("simpo", ("SimPO", {"per_token_beta": 2.0, "gamma": 1.0, "nll_coef": 0.0})),
         ("orpo", ("ORPO", {"lam": 0.1})),
     ],
@@ -188,15 +188,18 @@ def test_a_preference_config_has_the_loss_it_is_named_after(capsys, name: str, l
     assert settings["reference"] == "precomputed"  # of which those without a reference make nothing
 
 
-def test_one_loss_hands_nothing_to_another_on_the_command_line(capsys) -> None:
+@pytest.mark.parametrize(
+    ("loss", "settings"), [("SimPO", {"per_token_beta": 2.0, "gamma": 1.0}), ("IPO", {"per_token_beta": 1.0})]
+)
+def test_one_loss_hands_nothing_to_another_on_the_command_line(capsys, loss: str, settings: dict) -> None:
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main([
-            "fit", *with_fragments("dpo.yaml"), "--model.preference_loss", "rl2lightning.preference_losses.SimPO",
+            "fit", *with_fragments("dpo.yaml"), "--model.preference_loss", f"rl2lightning.preference_losses.{loss}",
             "--print_config",
         ])  # fmt: skip
-    settings = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["preference_loss"]
-    assert settings["init_args"] == {"per_token_beta": 2.0, "gamma": 1.0, "nll_coef": 0.0}
+    made = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["preference_loss"]
+    assert made["init_args"] == settings | {"nll_coef": 0.0}
 
 
 def small(name: str, tiny_model: str, rows: Path, root: Path) -> list[str]:
@@ -245,6 +248,7 @@ def with_reward_model(arguments: list[str], directory: Path) -> list[str]:
     return [f"--config={path}", *arguments[1:]]
 
 
+@pytest.mark.filterwarnings("ignore:the critic's warm-up")  # of which one step is a part
 @pytest.mark.usefixtures("every_other_sample_is_right")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.vllm) if "vllm" in name else name for name in COMPLETE]

@@ -183,3 +183,29 @@ def test_a_reward_off_the_actions_is_an_error_not_lost():
 def test_whitened_equal_rewards_are_zero_and_not_their_rounding(reward, per_token):
     seqs = sequences([[0, 1, 1], [0, 1, 1, 1]], [0, 0], rewards=[[0, 0, reward], [0, 0, 0, reward]])
     assert BatchWhitened(per_token=per_token)(seqs).advantages.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("kind", [GAE, TDLambda, VTrace, Retrace, ClippedIS])
+def test_discounts_and_traces_lie_between_0_and_1(kind, value):
+    for name in ("gamma", "lam"):
+        with pytest.raises(ValueError, match=rf"advantage\.{name}={value} must lie between 0 and 1"):
+            kind(**{name: value})
+        assert {getattr(kind(**{name: x}), name) for x in (0.0, 1.0)} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MonteCarlo(gamma=1.1), r"advantage\.gamma=1\.1 must lie"),
+        (lambda: NStep(gamma=-1.0), r"advantage\.gamma=-1\.0 must lie"),
+        (lambda: BatchWhitened(gamma=2.0), r"advantage\.gamma=2\.0 must lie"),
+        (lambda: NStep(n=0), r"advantage\.n=0 must be positive"),
+        (lambda: VTrace(rho_bar=0.0), r"advantage\.rho_bar=0\.0 must be positive"),
+        (lambda: VTrace(c_bar=-1.0), r"advantage\.c_bar=-1\.0 must be positive"),
+        (lambda: ClippedIS(clip=-0.2), r"advantage\.clip=-0\.2 .* set it to 0 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

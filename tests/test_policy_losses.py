@@ -51,6 +51,24 @@ def test_the_clip_is_asymmetric_and_dual_on_request():
         PPOClip(dual_clip=0.5)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PPOClip(clip_low=-0.2), r"policy_loss\.clip_low=-0\.2 .* set it to 0 or more"),
+        (lambda: PPOClip(clip_high=-0.2), r"policy_loss\.clip_high=-0\.2"),
+        (lambda: PPOClip(clip_high=float("nan")), r"policy_loss\.clip_high=nan"),
+        (lambda: GSPO(sequence_clip_low=-1e-4), r"policy_loss\.sequence_clip_low=-0\.0001"),
+        (lambda: GSPO(sequence_clip_high=-1e-4), r"policy_loss\.sequence_clip_high=-0\.0001"),
+        (lambda: CISPO(max_ratio=-5.0), r"policy_loss\.max_ratio=-5\.0 .* set it above 0"),
+        (lambda: CISPO(max_ratio=0.0), r"policy_loss\.max_ratio=0\.0"),
+    ],
+)
+def test_bounds_that_no_ratio_can_keep_are_refused(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+    PPOClip(clip_low=0.0, clip_high=0.0)  # these can be kept
+
+
 def test_gspo_uses_one_ratio_per_sequence():
     logps, seqs = micro_batch()
     loss, logged = GSPO()(logps, seqs)

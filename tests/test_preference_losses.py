@@ -38,7 +38,7 @@ PLAIN = {
         (-0.7 * math.log(sigmoid(1.3 * margin(*x))) + 0.3 * math.log(sigmoid(-1.3 * margin(*x)))) / 0.4
     ),
     Hinge(beta=0.9): lambda *x: max(0.0, 1 - 0.9 * margin(*x)),
-    IPO(beta=0.4): lambda *x: (margin(*x) - 1.25) ** 2,
+    IPO(per_token_beta=0.4): lambda *x: (margin(*x) - 1.25) ** 2,
     SimPO(per_token_beta=2.5, gamma=0.8): lambda c, r, *_: -math.log(sigmoid(2.5 * (c - r) - 0.8)),
     ORPO(lam=0.25): lambda c, r, *_: 0.25 * math.log(1 + odds(r) / odds(c)),
 }
@@ -77,10 +77,10 @@ def test_robust_and_smoothed_losses_tend_to_the_sigmoid_as_labels_become_sure() 
 
 def test_ipo_is_at_rest_where_the_margin_per_token_is_1_over_2_beta() -> None:
     chosen = t([2.5], requires_grad=True)
-    loss = IPO(beta=0.2)(chosen, t([0.0]), t([0.0]), t([0.0]))
+    loss = IPO(per_token_beta=0.2)(chosen, t([0.0]), t([0.0]), t([0.0]))
     assert loss.item() == 0
     assert torch.autograd.grad(loss.sum(), chosen)[0].item() == 0
-    further = IPO(beta=0.2)(t([3.5]), t([0.0]), t([0.0]), t([0.0]))
+    further = IPO(per_token_beta=0.2)(t([3.5]), t([0.0]), t([0.0]), t([0.0]))
     assert further.item() == pytest.approx(1.0)  # overshooting costs as much as falling short
 
 
@@ -135,7 +135,7 @@ def test_kto_equals_a_plain_computation() -> None:
         (lambda: Sigmoid(label_smoothing=0.5), r"label_smoothing=0.5 must lie in \[0, 0.5\)"),
         (lambda: Robust(flip_rate=0.5), "flip_rate=0.5 must lie in .* the labels say nothing"),
         (lambda: Hinge(nll_coef=-1.0), "nll_coef=-1.0 must not be negative"),
-        (lambda: IPO(beta=-0.1), "beta=-0.1 must be positive"),
+        (lambda: IPO(per_token_beta=-0.1), "per_token_beta=-0.1 must be positive"),
         (lambda: SimPO(per_token_beta=0.0), "per_token_beta=0.0 must be positive"),
         (lambda: SimPO(gamma=-0.1), "gamma=-0.1 must not be negative"),
         (lambda: ORPO(lam=-0.1), "lam=-0.1 must not be negative"),

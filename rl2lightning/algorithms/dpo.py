@@ -24,8 +24,9 @@ from rl2lightning.types import ChatBatch, Sequences
 class DPO(PreferenceModule):
     """Learns from pairs of a chosen and a rejected answer, without rewards or samples (Rafailov et al., 2023).
 
-    The defaults are DPO; IPO, SimPO and ORPO are a config each (`configs/`), robust DPO, the hinge loss, RPO and
-    length-normalised variants a setting of `preference_loss`. The reference is the model that training starts from.
+    The defaults are DPO; IPO, SimPO and ORPO are a config each (`configs/`), robust DPO, the hinge loss, RPO
+    (`nll_coef: 1`) and length-normalised variants a setting of `preference_loss`. The reference is the model that
+    training starts from.
 
     Args:
         preference_loss: turns the log-probs of the answers, and the reference's, into the loss of each pair.
@@ -33,7 +34,7 @@ class DPO(PreferenceModule):
             memory. live: keep the frozen model and score each step; for a short try on much data. A loss without
             reference has neither.
         reference_cache: directory of the precomputed numbers, which runs may share; None: `reference_logps` in
-            trainer.default_root_dir.
+            trainer.default_root_dir. It has to be None where nothing is precomputed.
         **kwargs: see `PostTrainingModule`.
     """
 
@@ -48,6 +49,11 @@ class DPO(PreferenceModule):
         super().__init__(*args, **kwargs)
         self.preference_loss = preference_loss
         self.precomputes = preference_loss.needs_reference and reference == "precomputed"
+        if reference_cache is not None and not self.precomputes:
+            why = (
+                "reference is live" if preference_loss.needs_reference else f"{type(preference_loss).__name__} has none"
+            )
+            raise ValueError(f"reference_cache={reference_cache!r} would keep nothing, since {why}: set it to null")
         self.reference_cache = reference_cache
         self.precomputed: PrecomputedReference | None = None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
@@ -80,7 +80,7 @@ class PrecomputedReference:
             show_progress: a bar on the first process.
         """
         directory, self._numbers = self._on_first_process(lambda: _load(self.root / self.name()))
-        num_seen = num_new = 0
+        num_seen = num_dropped = num_new = 0
         new: dict[bytes, float] = {}
 
         def write() -> None:
@@ -88,6 +88,7 @@ class PrecomputedReference:
 
         for batch in self._batches(loaders, show_progress):
             num_seen += 0 if batch.sequences is None else len(batch.sequences)
+            num_dropped += batch.num_dropped
             seqs = self.strategy.gather_sequences(self._missing(batch.sequences))
             if seqs is None:  # every process has found all of its own
                 continue
@@ -100,7 +101,14 @@ class PrecomputedReference:
                 new = {}
         if new:
             write()
-        total = sum(self.strategy.gather_objects(num_seen))
+        total, dropped = (
+            sum(counts) for counts in zip(*self.strategy.gather_objects((num_seen, num_dropped)), strict=True)
+        )
+        if dropped and not total:
+            raise ValueError(
+                f"all {dropped:,} samples were dropped, as empty, the same twice or cut off before their answers: "
+                "raise data.max_length, or look at the rows of data.path"
+            )
         rank_zero_info(f"reference log-probs of {total:,} sequences, {num_new:,} of them new, are in '{directory}'")
 
     def _missing(self, seqs: Sequences | None) -> Sequences | None:
@@ -164,14 +172,15 @@ def model_key(directory: str, dtype: torch.dtype, seed: int | None) -> str:
 
 
 def _load(directory: Path) -> tuple[Path, dict[bytes, float]]:
-    """The directory and all numbers in it, by `sequence_keys`."""
+    """The directory and all numbers in it, by `sequence_keys`; what a damaged file held is scored again."""
     numbers: dict[bytes, float] = {}
     for file in sorted(directory.glob("*.pt")):
         try:
             stored: dict[str, Any] = torch.load(file, weights_only=True)
             keys, logps = stored["keys"].numpy().tobytes(), stored["logps"].tolist()
-        except Exception as error:  # whatever unpickling makes of a damaged file
-            raise ValueError(f"reference log-probs in '{file}' cannot be read ({error}): delete that file") from error
+        except Exception:  # whatever unpickling makes of a damaged file
+            rank_zero_warn(f"'{file}' is damaged: the reference log-probs it held are scored again; delete that file")
+            continue
         numbers |= {keys[i * _KEY_BYTES : (i + 1) * _KEY_BYTES]: x for i, x in enumerate(logps)}
     return directory, numbers
 

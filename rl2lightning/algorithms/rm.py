@@ -25,7 +25,8 @@ class RM(PreferenceModule):
     loss of a pair is -log sigmoid(r_c - r_r - margin) + centering * (r_c + r_r)^2.
 
     Args:
-        margin: by how much the chosen answer is to win where the data has no margin of its own.
+        margin: by how much the chosen answer is to win where the data has no margin of its own. Negative, here as
+            in the data: losing by as much costs no more than a tie does without a margin.
         centering: pulls rewards towards 0, which differences leave open (arXiv:2312.09244 takes 0.01).
         **kwargs: see `PostTrainingModule`; `model` may hold a causal LM, which gets a new head, or a reward model.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 
 class CriticWarmup(L.Callback):
@@ -30,6 +31,16 @@ class CriticWarmup(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if "critic" not in pl_module.trained:
             raise ValueError(f"{type(pl_module).__name__} has no critic to warm up: take CriticWarmup out, or use PPO")
+        per_rollout = pl_module.updates_per_rollout
+        last = -(-self.num_steps // per_rollout) * per_rollout  # whole rollouts
+        if trainer.global_step < last:
+            rank_zero_info(f"the critic alone learns for the first {last} steps")
+        if last >= trainer.estimated_stepping_batches:
+            rank_zero_warn(
+                f"the critic's warm-up (num_steps={self.num_steps}, in whole rollouts {last}) takes all "
+                f"{trainer.estimated_stepping_batches} steps of this run, so that the policy learns nothing: lower "
+                "num_steps of CriticWarmup, or train for longer (trainer.max_steps)"
+            )
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         start_of_rollout = trainer.global_step - batch.step_of_rollout

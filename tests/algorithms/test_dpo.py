@@ -63,7 +63,7 @@ LOSSES: dict[str, tuple[PreferenceLoss, Callable]] = {
         lambda p, r: ((-0.8 * logsigmoid(h := 0.3 * margins(sums, p, r)) + 0.2 * logsigmoid(-h)) / 0.6).mean(),
     ),
     "hinge": (Hinge(beta=0.1), lambda p, r: (1 - 0.1 * margins(sums, p, r)).relu().mean()),
-    "ipo": (IPO(beta=0.5), lambda p, r: (margins(means, p, r) - 1).square().mean()),
+    "ipo": (IPO(per_token_beta=0.5), lambda p, r: (margins(means, p, r) - 1).square().mean()),
     "simpo": (
         SimPO(per_token_beta=2.0, gamma=1.0, nll_coef=0.1),
         lambda p, r: -logsigmoid(2 * (means(p)[::2] - means(p)[1::2]) - 1).mean() + 0.1 * nll(p),
@@ -128,10 +128,14 @@ def test_what_is_logged_are_the_means_over_pairs_and_chosen_tokens(tiny_model: s
         assert float(logged[f"train/{name}"]) == pytest.approx(float(value), rel=1e-5), name
 
 
+def kept(reference: str, cache: Path) -> dict:
+    return {"reference": reference} | ({"reference_cache": str(cache)} if reference == "precomputed" else {})
+
+
 @pytest.mark.parametrize("reference", ["live", "precomputed"])
 @pytest.mark.parametrize("loss", [Sigmoid(), Sigmoid(label_smoothing=0.2), Robust()])
 def test_the_first_loss_is_ln_2(tiny_model: str, tmp_path: Path, loss: PreferenceLoss, reference: str) -> None:
-    settings = {"preference_loss": loss, "reference": reference, "reference_cache": str(tmp_path)}
+    settings = {"preference_loss": loss, **kept(reference, tmp_path)}
     metrics = cases.preference(DPO, tiny_model, 40, **settings)["metrics"]
     assert float(metrics["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
     assert float(metrics["train/margin"]) == pytest.approx(0, abs=1e-5)
@@ -148,7 +152,7 @@ def test_the_frozen_model_under_adapters_is_the_reference(tiny_model: str, tmp_p
             assert self.policy is not None
             self.after = self.evaluate(self.with_reference(cases.labelled(cases.LENGTHS)), self.loss)
 
-    settings = {"reference": reference, "reference_cache": str(tmp_path), "lora": LoRAConfig(rank=4)}
+    settings = kept(reference, tmp_path) | {"lora": LoRAConfig(rank=4)}
     module = Watched(tiny_model, optimizer=cases.OPTIMIZER, max_tokens_per_device=40, **settings)
 
     class First(L.Callback):
@@ -163,10 +167,11 @@ def test_the_frozen_model_under_adapters_is_the_reference(tiny_model: str, tmp_p
     assert float(module.after["margin"]) > 0.1  # the policy has moved, its reference has not
 
 
-def test_losses_without_reference_load_none(tiny_model: str, tmp_path: Path) -> None:
+def test_losses_without_reference_load_none(tiny_model: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where log-probs would be kept
     for loss in (SimPO(), ORPO()):
         for kind in ("live", "precomputed"):
-            module = DPO(tiny_model, preference_loss=loss, reference=kind, reference_cache=str(tmp_path))  # type: ignore[arg-type]
+            module = DPO(tiny_model, preference_loss=loss, reference=kind)  # type: ignore[arg-type]
             cases.fit(module, cases.labelled([8, 6]), cases.ChatBatch)
             assert module.reference is None
     assert not list(tmp_path.iterdir())

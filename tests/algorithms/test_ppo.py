@@ -469,6 +469,32 @@ def test_a_warm_up_moves_the_critic_alone(tiny_model: str, task: str, tmp_path: 
     assert module.critic_warmup is None
 
 
+def test_a_warm_up_says_how_long_it_is_in_whole_rollouts(tiny_model: str, task: str, tmp_path: Path, caplog) -> None:
+    with caplog.at_level("INFO"):
+        fit(tiny_model, task, tmp_path, steps=5, mini_batches=2, callbacks=(CriticWarmup(3),))
+    assert caplog.text.count("the critic alone learns for the first 4 steps") == 1
+
+
+def test_a_warm_up_that_leaves_the_policy_no_step_warns(tiny_model: str, task: str, tmp_path: Path) -> None:
+    message = r"\(num_steps=3, in whole rollouts 4\) takes all 4 steps of this run, .* lower num_steps of CriticWarmup"
+    with pytest.warns(UserWarning, match=message):
+        watch, _, _ = fit(tiny_model, task, tmp_path, steps=4, mini_batches=2, callbacks=(CriticWarmup(3),))
+    assert not any(watch.moved("policies"))
+
+
+def test_more_mini_batches_than_samples_are_refused_before_anything_is_generated(
+    tiny_model: str, task: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(RolloutCallback, "play", lambda *_, **__: pytest.fail("generated"))
+    with pytest.raises(ValueError, match=r"mini_batches=17 cannot share out the 16 samples .* to 16 at most"):
+        fit(tiny_model, task, tmp_path, steps=17, mini_batches=17)
+
+
+def test_as_many_mini_batches_as_samples_are_taken(tiny_model: str, task: str, tmp_path: Path) -> None:
+    _, _, trainer = fit(tiny_model, task, tmp_path, steps=1, mini_batches=16)
+    assert trainer.global_step == 1
+
+
 def test_a_warm_up_without_a_critic_is_refused(tiny_model: str, task: str, tmp_path: Path) -> None:
     from rl2lightning import GRPO
 

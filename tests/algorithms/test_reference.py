@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from rl2lightning import DPO, PreferenceDataModule
 from rl2lightning.algorithms import reference
 from rl2lightning.algorithms.reference import PrecomputedReference, model_key, sequence_keys
+from rl2lightning.preference_losses import SimPO
 from rl2lightning.types import Sequences
 
 
@@ -85,12 +86,13 @@ reference._add(Path({str(tmp_path)!r}), {{bytes(16): 1.0}})
     assert reference._load(tmp_path)[1] == {}
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     reference._add(tmp_path, {bytes(16): 1.0})
     (file,) = tmp_path.iterdir()
+    reference._add(tmp_path, {bytes([1]) * 16: -1.0})
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match=rf"{file.name}' cannot be read .* delete that file"):
-        reference._load(tmp_path)
+    with pytest.warns(UserWarning, match=rf"{file.name}' is damaged: .* scored again; delete that file"):
+        assert reference._load(tmp_path)[1] == {bytes([1]) * 16: -1.0}
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,34 @@ def test_what_was_scored_is_found_again_and_only_what_changed_is_scored_anew(own
     change_a_weight(own_model)
     assert scored(own_model, pair_rows(16)) == 32
     assert scored(own_model, pair_rows(16)) == 0
+
+
+def test_what_a_damaged_file_held_is_scored_again_and_replaces_it(tiny_model: str, tmp_path: Path, scored) -> None:
+    assert scored(tiny_model, pair_rows(8)) == 16
+    (file,) = (tmp_path / "runs/reference_logps").rglob("*.pt")
+    file.write_bytes(b"nothing that was pickled")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert scored(tiny_model, pair_rows(8)) == 16
+    assert scored(tiny_model, pair_rows(8)) == 0
+
+
+def test_rows_of_which_nothing_is_left_are_refused_before_a_step(tiny_model: str, tmp_path: Path) -> None:
+    data = PreferenceDataModule(write_rows(tmp_path / "pairs.jsonl", pair_rows(8)), max_length=2, val_ratio=0.25)
+    module, trainer = Counted(tiny_model), quiet_trainer(tmp_path)
+    with pytest.raises(ValueError, match=r"all 8 samples were dropped, .*: raise data\.max_length, or look at"):
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == module.num_scored == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"reference": "live"}, "reference is live"), ({"preference_loss": SimPO()}, "SimPO has none")],
+)
+def test_a_cache_of_what_is_not_kept_is_refused(settings: dict, why: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"reference_cache='somewhere' would keep nothing, since {why}: set it to null"
+    ):
+        DPO("some/model", reference_cache="somewhere", **settings)
 
 
 def test_another_directory_has_its_own_numbers(tiny_model: str, tmp_path: Path, scored) -> None:
