@@ -137,7 +137,7 @@ def shorten(message: str) -> str:
     """
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     telling = [i for i, line in enumerate(lines) if re.search(_SAID, line)][:1]
-    for pattern in (_TELLING, r"Expected a dot import path"):
+    for pattern in (_TELLING, r"Expected a dot import path|Unable to load config '"):
         telling = telling or [i for i, line in enumerate(lines) if re.search(pattern, line)]
     if not telling and "Errors:" in lines:  # what a class raised when it was made: the first type is the likeliest
         start = len(lines) - lines[::-1].index("Errors:")

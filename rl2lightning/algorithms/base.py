@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
-from rl2lightning.algorithms.metrics import StepMetrics, share_of_loss
+from rl2lightning.algorithms.metrics import StepMetrics, share_of_loss, values_and_logged
 from rl2lightning.algorithms.models import ModelOwner
 from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, adamw
 from rl2lightning.functional.masked import loss_weights
@@ -227,7 +227,7 @@ class PostTrainingModule(ModelOwner):
     @staticmethod
     def _share(micro: Sequences, loss_fn: LossFn) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the step's loss."""
-        values, diagnostics = loss_fn(micro)
+        values, diagnostics = values_and_logged(loss_fn(micro), getattr(loss_fn, "__qualname__", repr(loss_fn)))
         parts = values if isinstance(values, tuple) else (values,)
         return torch.stack([share_of_loss(part, micro) for part in parts]).sum(), diagnostics
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,11 +31,29 @@ def weights_of(values: Tensor, micro: Sequences) -> Tensor:
     )
 
 
+def values_and_logged(returned: Any, who: str) -> tuple[Any, dict[str, Any]]:
+    """What a loss, perhaps a user's own, returned, once it is known to be a pair of values and what is logged of them.
+
+    Args:
+        returned: of the call.
+        who: the loss, for the error.
+    """
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+        return returned
+    what = type(returned).__name__
+    if isinstance(returned, tuple):
+        what = f"tuple of {', '.join(type(x).__name__ for x in returned) or 'nothing'}"
+    raise ValueError(
+        f"{who} returned a {what}: it must return a pair (values, logged), a tensor of one value for each token or one "
+        "for each sequence and a dict, which may be empty, of what is logged"
+    )
+
+
 class StepMetrics:
     """Sums over the micro-batches of a step, kept on the device.
 
     The loss is sum(weights * x). A diagnostic [n] or [B] becomes the mean with the weights of tokens or of sequences, a
-    scalar the maximum.
+    scalar, which may be a plain number, the maximum.
     """
 
     def __init__(self) -> None:
@@ -40,17 +61,18 @@ class StepMetrics:
         self.maxima: dict[str, Tensor] = {}
         self.per_sequence: set[str] = set()
 
-    def add(self, loss: Tensor, micro: Sequences, diagnostics: dict[str, Tensor]) -> None:
-        means = {name: x.detach() for name, x in diagnostics.items() if x.ndim}
+    def add(self, loss: Tensor, micro: Sequences, diagnostics: Mapping[str, Tensor | float]) -> None:
+        logged = {name: _tensor(name, x, loss.device) for name, x in diagnostics.items()}
+        means = {name: x for name, x in logged.items() if x.ndim}
         assert micro.weights is not None and micro.sequence_weights is not None
         values = {"loss": loss.detach(), TOKENS: micro.weights.sum(), SEQUENCES: micro.sequence_weights.sum()}
         values |= {name: share_of_loss(x, micro) for name, x in means.items()}
         self.per_sequence |= {name for name, x in means.items() if x.numel() == len(micro)}
         for name, x in values.items():
             self.sums[name] = self.sums[name] + x if name in self.sums else x
-        for name, x in diagnostics.items():
+        for name, x in logged.items():
             if not x.ndim:
-                self.maxima[name] = torch.maximum(self.maxima[name], x.detach()) if name in self.maxima else x.detach()
+                self.maxima[name] = torch.maximum(self.maxima[name], x) if name in self.maxima else x
 
     def reduce(self, strategy: FSDP2TPStrategy) -> dict[str, Tensor]:
         """The same on every process; two small all-reduces and no wait for the device."""
@@ -61,6 +83,14 @@ class StepMetrics:
         if self.maxima:
             reduced |= dict(zip(self.maxima, strategy.max_over_processes(_stack(self.maxima)), strict=True))
         return reduced
+
+
+def _tensor(name: str, x: Any, device: torch.device) -> Tensor:
+    if isinstance(x, Tensor):
+        return x.detach()
+    if isinstance(x, (bool, int, float)):
+        return torch.full((), float(x), device=device)  # filled there: nothing is copied and waited for
+    raise ValueError(f"a loss logs {name}={x!r}: it must be a tensor or a number")
 
 
 def _stack(values: dict[str, Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from rl2lightning.algorithms.base import LossLevel, PostTrainingModule, require_rollout
+from rl2lightning.algorithms.metrics import values_and_logged
 from rl2lightning.estimators import AdvantageEstimator, GroupRelative
 from rl2lightning.policy_losses import (
     KLPenalty,
@@ -66,6 +67,8 @@ class PolicyGradient(PostTrainingModule):
         reference_every: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling={sampling!r} must be SamplingParams, as in SamplingParams(max_tokens=256)")
         greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)  # turns end as in training
         kwargs["eval_sampling"] = kwargs.get("eval_sampling") or greedy
         super().__init__(*args, **kwargs)
@@ -206,7 +209,7 @@ class PolicyGradient(PostTrainingModule):
     def loss(self, seqs: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Unreduced loss [n] of a micro-batch and what is logged of it; override it to try another."""
         logps, entropy = self.logps(seqs, entropy=bool(self.entropy_coef) or self.log_entropy)
-        loss, logged = self.policy_loss(logps, seqs)
+        loss, logged = values_and_logged(self.policy_loss(logps, seqs), type(self.policy_loss).__name__)
         old_logps = logps.detach() if seqs.old_logps is None else seqs.old_logps  # on-policy: one forward is enough
         if seqs.rollout_logps is not None:
             logged |= mismatch_metrics(old_logps, seqs) | {"mismatch_max": mismatch_max(old_logps, seqs)}

@@ -23,6 +23,7 @@ from rl2lightning.types import SamplingParams, Sequences, StructuredOutput
     [
         ({"updates_per_rollout": 0}, "^updates_per_rollout=0 must be at least 1$"),
         ({"samples_per_prompt": 0}, "samples_per_prompt=0 must be at least 1"),
+        ({"sampling": {"max_tokens": 8}}, r"sampling=\{'max_tokens': 8\} must be SamplingParams, as in Sampling"),
         ({"sampling": SamplingParams(temperature=0.0)}, r"sampling\.temperature=0 .* positive temperature"),
         ({"advantage": GAE()}, "GAE needs a critic"),
         ({"mismatch": MismatchCorrection(), "sampling": SamplingParams(top_p=0.9)}, r"sampling\.top_p=0\.9 cuts"),
