@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,6 +13,25 @@ from torch import Tensor
 
 Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "content": str, ...}
 Row = dict[str, Any]  # one row of a data set: "messages", "answer" and whatever other columns the source has
+
+
+def refuse_misplaced(path: str) -> None:
+    """A clear sentence where a directory belongs elsewhere than where a model is asked for."""
+    directory = Path(path).expanduser()
+    checkpoint = directory.parent if directory.name == "model" else directory  # there, files without the weights
+    if (checkpoint / "meta.pt").is_file() and (checkpoint / "dcp").is_dir():
+        output = f"{str(checkpoint).removesuffix('.ckpt')}-model"
+        raise ValueError(
+            f"'{path}' is a checkpoint, not a model directory: make one of it by `rl2lightning export --ckpt_path "
+            f"{checkpoint} --output_dir {output}` and name that"
+        )
+    description = directory / "adapter_config.json"
+    if description.is_file() and not (directory / "config.json").is_file():
+        base = json.loads(description.read_text()).get("base_model_name_or_path")
+        raise ValueError(
+            f"'{path}' is an adapter, not a model directory: name the model that it is for ('{base}') and, to train "
+            "the adapter on, set model.init_args.lora.path to it; where nothing is trained, name both merged"
+        )
 
 
 def counted(number: int, one: str, several: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl2lightning.types import Message, Row
+from rl2lightning.types import Message, Row, refuse_misplaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,12 +34,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"model {path!r} is not a directory; set model.init_args.model, or its tokenizer, to one")
     # without files a tokenizer without words may be built from the model's type alone
     if directory.is_dir() and not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        refuse_misplaced(path)
         raise ValueError(
             f"no tokenizer in {path!r}: set model.init_args.tokenizer to a directory that has one of its files"
         )
     try:
         return AutoTokenizer.from_pretrained(str(directory) if directory.is_dir() else path)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and not directory.is_dir():
+            raise ValueError(
+                f"model or tokenizer {path!r} is no directory here and could not be had from the hub: "
+                f"{str(error).splitlines()[0]}; set model.init_args.model, or its tokenizer, to a directory "
+                "or a hub name"
+            ) from error
         raise ValueError(f"cannot load a tokenizer from {path!r}: {error}; set model.init_args.tokenizer") from error
 
 
@@ -52,31 +59,38 @@ def row_tools(row: Row) -> list[Any] | None:
     return tools or None
 
 
-def as_messages(value: Any) -> list[Message]:
-    """A checked copy of a message list; a plain string is one user turn. Null fields, Arrow's filling, are left out."""
+def as_messages(value: Any, *, key: str | None = None) -> list[Message]:
+    """A checked copy of a message list; a plain string is one user turn. Null fields, Arrow's filling, are left out.
+
+    Args:
+        value: the list or the string.
+        key: the column it is from, for errors.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, Sequence):
-        raise ValueError(f"messages must be a list of messages or a string, not {type(value).__name__}")
+        subject = "messages" if key is None else repr(key)
+        raise ValueError(f"{subject} must be a list of messages or a string, not {type(value).__name__}")
+    of_key = "" if key is None else f" of {key!r}"
     if not value:
-        raise ValueError("the list of messages is empty")
-    return [_checked(message, i) for i, message in enumerate(value)]
+        raise ValueError(f"the list of messages{of_key} is empty")
+    return [_checked(message, f"message {i}{of_key}") for i, message in enumerate(value)]
 
 
-def _checked(message: Any, position: int) -> Message:
+def _checked(message: Any, name: str) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f"message {position} must be a dict with role and content, not {type(message).__name__}")
+        raise ValueError(f"{name} must be a dict with role and content, not {type(message).__name__}")
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("role") not in _ROLES:
         raise ValueError(
-            f"message {position} has role {message.get('role')!r} (its keys: {', '.join(map(str, message))}); "
+            f"{name} has role {message.get('role')!r} (its keys: {', '.join(map(str, message))}); "
             f"roles are {', '.join(_ROLES)}"
         )
     if "content" not in message and message.get("tool_calls"):
         message["content"] = ""
     if not isinstance(message.get("content"), str):
         kind = type(message.get("content")).__name__
-        raise ValueError(f"message {position} ({message['role']}) needs a string as content, not {kind}")
+        raise ValueError(f"{name} ({message['role']}) needs a string as content, not {kind}")
     return message
 
 

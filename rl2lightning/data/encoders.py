@@ -66,7 +66,7 @@ class PromptEncoder(RowEncoder):
     answer_key: str | None
 
     def normalise(self, row: Row) -> Row:
-        messages = as_messages(require(row, self.messages_key, "data.messages_key"))
+        messages = as_messages(require(row, self.messages_key, "data.messages_key"), key=self.messages_key)
         if messages[-1]["role"] == "assistant":
             raise ValueError("the prompt must end with a user, tool or system turn, not with an assistant turn")
         row = {**_without(row, self.messages_key), "messages": messages}
@@ -122,12 +122,12 @@ class ChatEncoder(RowEncoder):
 
     def normalise(self, row: Row) -> Row:
         if self.prompt_key is not None and self.response_key is not None:
-            prompt = as_messages(require(row, self.prompt_key, "data.prompt_key"))
+            prompt = as_messages(require(row, self.prompt_key, "data.prompt_key"), key=self.prompt_key)
             response = require(row, self.response_key, "data.response_key")
-            messages = prompt + as_messages([{"role": "assistant", "content": response}])
+            messages = prompt + as_messages([{"role": "assistant", "content": response}], key=self.response_key)
             row = _without(row, self.prompt_key, self.response_key)
         else:
-            messages = as_messages(require(row, self.messages_key, "data.messages_key"))
+            messages = as_messages(require(row, self.messages_key, "data.messages_key"), key=self.messages_key)
             row = _without(row, self.messages_key)
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"the conversation must end with an assistant turn, not with {messages[-1]['role']}")
@@ -186,7 +186,7 @@ class PreferenceEncoder(RowEncoder):
         chosen = require(row, self.chosen_key, "data.chosen_key")
         rejected = require(row, self.rejected_key, "data.rejected_key")
         if row.get(self.messages_key) is not None:
-            prompt = as_messages(row[self.messages_key])
+            prompt = as_messages(row[self.messages_key], key=self.messages_key)
         else:
             prompt = self._shared_prefix(chosen, rejected)
         margin = row.get(self.margin_key)
@@ -207,7 +207,7 @@ class PreferenceEncoder(RowEncoder):
                 f"no {self.messages_key!r}, and {self.chosen_key!r} or {self.rejected_key!r} is no whole conversation; "
                 "set data.messages_key to the column that holds the prompt"
             )
-        first, second = as_messages(chosen), as_messages(rejected)
+        first, second = as_messages(chosen, key=self.chosen_key), as_messages(rejected, key=self.rejected_key)
         shared = 0
         while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
             shared += 1
@@ -262,7 +262,7 @@ class UnpairedEncoder(RowEncoder):
     label_key: str
 
     def normalise(self, row: Row) -> Row:
-        prompt = as_messages(require(row, self.messages_key, "data.messages_key"))
+        prompt = as_messages(require(row, self.messages_key, "data.messages_key"), key=self.messages_key)
         completion = require(row, self.completion_key, "data.completion_key")
         label = require(row, self.label_key, "data.label_key")
         if not isinstance(label, bool):
@@ -321,9 +321,9 @@ def encode_continuation(
 def _continuation(value: Any, prompt: list[Message], key: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
-    if not value:
+    if isinstance(value, Sequence) and not value:
         return []
-    messages = as_messages(value)
+    messages = as_messages(value, key=key)
     if messages[: len(prompt)] == prompt:
         messages = messages[len(prompt) :]
     if messages and messages[-1]["role"] != "assistant":

@@ -135,9 +135,14 @@ def load_rows(path: str | Source | Sequence[str | Source]) -> Rows:
 
 
 def require(row: Row, key: str, setting: str) -> Any:
-    """row[key]; a null counts as missing, because Arrow fills the columns that a row lacks with nulls."""
+    """row[key]; a null is none, whether the row has it or lacks the column, which Arrow fills with nulls."""
     if row.get(key) is None:
         present = ", ".join(name for name, value in row.items() if value is not None)
+        if key in row:
+            raise ValueError(
+                f"{key!r} is null or missing (the row's keys: {present}); fill it in, leave the row out, or "
+                f"set {setting} to the column that holds it"
+            )
         raise ValueError(f"no {key!r} (the row's keys: {present}); set {setting} to the column that holds it")
     return row[key]
 

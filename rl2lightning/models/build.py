@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rl2lightning.models.heads import SCALAR_HEAD, ScalarHead
 from rl2lightning.models.packed import PACKED_ATTENTION, register_packed_attention
-from rl2lightning.types import counted
+from rl2lightning.types import counted, refuse_misplaced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 def resolve_model(path: str, *, weights: bool = True) -> str:
     """The local directory of a model: `path` itself, or the hub's snapshot of that name (downloaded if need be)."""
     if os.path.isdir(path):
+        refuse_misplaced(path)
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"model directory '{path}' has no config.json; set model.init_args.model to a model's own")
         if weights and not any(Path(path).glob("*.safetensors")):

@@ -32,6 +32,7 @@ from rl2lightning.parallel.tensor import apply_tensor_parallel
 from rl2lightning.parallel.tensor_adapters import cut_adapters
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
     from transformers import PretrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound=PackedModel)
@@ -51,6 +52,9 @@ class ModelBuilding:
 
         @property
         def root_device(self) -> torch.device: ...
+
+        @property
+        def lightning_module(self) -> LightningModule | None: ...
 
         @property
         def precision_plugin(self) -> Precision: ...
@@ -111,8 +115,14 @@ class ModelBuilding:
             optional, superfluous = {SCALAR_HEAD}, {"lm_head.weight"}
             if load_weights(lm, directory, optional=optional, superfluous=superfluous, parameters=parameters):
                 init_head(lm, seed)
-                rank_zero_info(f"'{directory}' has no scalar head: a new one is drawn with seed {seed}")
+                if not (trainable and self._reads_checkpoint):  # which has another one
+                    rank_zero_info(f"'{directory}' has no scalar head: a new one is drawn with seed {seed}")
         return self._started(model, lora, seed)
+
+    @property
+    def _reads_checkpoint(self) -> bool:
+        """Whether what learns is read from a checkpoint once it is built."""
+        return self.lightning_module is not None and self.lightning_module.trainer.ckpt_path is not None
 
     def _started(self, model: M, lora: LoRAConfig | None, seed: int) -> M:
         """A model whose frozen weights are there, with first values of its adapters.

@@ -199,6 +199,7 @@ def _check_names(weights: dict[str, Any], path: Path) -> None:
             f"checkpoint '{path}' holds {_listed(found)}, and this module needs {_listed(sorted(models))}: name "
             "another in --ckpt_path, or set model.class_path to the algorithm it was made with (config.yaml of its run)"
         )
+    _check_adapters(weights, stored, models, path)
     for name, ours in weights.items():
         theirs = getattr(stored.get(f"state_dict.{name}"), "size", None)
         if theirs is None:
@@ -219,6 +220,33 @@ def _check_names(weights: dict[str, Any], path: Path) -> None:
             f"checkpoint '{path}' holds {number} that this model has no place for, such as "
             f"'{left[0].removeprefix('state_dict.')}': resume with the settings of the model it was made with"
         )
+
+
+def _check_adapters(weights: dict[str, Any], stored: dict[str, Any], models: Iterable[str], path: Path) -> None:
+    """A clear sentence where only one of the two has adapters, or both have, of different ranks."""
+    for model in sorted(models):
+        ours, theirs = _adapter_rank(weights, f"{model}.lm."), _adapter_rank(stored, f"state_dict.{model}.lm.")
+        if ours == theirs:
+            continue
+        if theirs is None:
+            raise ValueError(
+                f"checkpoint '{path}' holds a {model} without adapters, and model.init_args.lora.rank is {ours}: leave "
+                "model.init_args.lora out, or `rl2lightning export` it and set model.init_args.model to that, without "
+                "--ckpt_path"
+            )
+        here = "model.init_args.lora is not set" if ours is None else f"here they are of rank {ours}"
+        raise ValueError(
+            f"checkpoint '{path}' holds adapters of rank {theirs} of the {model}, and {here}: set "
+            f"model.init_args.lora.rank to {theirs} and the rest of lora as it was then (config.yaml of its run)"
+        )
+
+
+def _adapter_rank(weights: dict[str, Any], prefix: str) -> int | None:
+    """Inner size of the adapters among weights or their descriptions; None where there are none."""
+    for name, x in weights.items():
+        if name.startswith(prefix) and ".lora_A." in name:
+            return (x.shape if isinstance(x, Tensor) else x.size)[0]
+    return None
 
 
 def model_names(path: Path) -> list[str]:

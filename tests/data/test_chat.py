@@ -277,3 +277,40 @@ def test_loading_a_tokenizer(tokenizer_path, chatml, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ValueError, match=r"no tokenizer in .* set model\.init_args\.tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_name_that_exists_nowhere_is_named(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("We couldn't connect.\nRead the manual.")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", offline)
+    with pytest.raises(
+        ValueError, match=r"'my-model' is no directory here .* the hub: We couldn't connect\.; set model\."
+    ):
+        load_tokenizer("my-model")
+
+
+def test_a_checkpoint_in_the_place_of_a_model_is_to_be_exported(tmp_path):
+    checkpoint = tmp_path / "last.ckpt"
+    (checkpoint / "dcp").mkdir(parents=True)
+    (checkpoint / "meta.pt").touch()
+    command = f"rl2lightning export --ckpt_path {checkpoint} --output_dir {tmp_path}/last-model"
+    with pytest.raises(ValueError, match=f"is a checkpoint, not a model directory: .*`{command}` and name that"):
+        load_tokenizer(str(checkpoint))
+
+
+def test_an_adapter_in_the_place_of_a_model_belongs_into_lora_path(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    with pytest.raises(ValueError, match=r"is an adapter, .*\('some/base'\) .*set model\.init_args\.lora\.path to it"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_bad_messages_name_their_column():
+    for value, message in (
+        (3, "^'chosen' must be a list of messages or a string, not int"),
+        ([], "^the list of messages of 'chosen' is empty"),
+        (["a"], "^message 0 of 'chosen' must be a dict"),
+        ([assistant(3)], r"^message 0 of 'chosen' \(assistant\) needs a string"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            as_messages(value, key="chosen")

@@ -298,12 +298,24 @@ def test_a_continuation_of_several_turns_trains_all_its_answers_and_only_those(t
 
 
 BAD_ROWS = [
-    (ChatDataModule, [CHAT_ROWS[0], {"text": "a"}], r"row 1 of .*rows.jsonl: no 'messages' \(the row's keys: text\)"),
+    (
+        ChatDataModule,
+        [CHAT_ROWS[0], {"text": "a"}],
+        r"row 1 of .*rows.jsonl: 'messages' is null or missing \(the row's keys: text",
+    ),
     (ChatDataModule, [{"messages": "a"}], "row 0 of .*: the conversation must end with an assistant turn"),
-    (ChatDataModule, [chat_row("a", 3)], r"row 0 of .*: message 1 \(assistant\) needs a string as content, not int"),
+    (
+        ChatDataModule,
+        [chat_row("a", 3)],
+        r"row 0 of .*: message 1 of 'messages' \(assistant\) needs a string as content, not int",
+    ),
     (PromptDataModule, [{"messages": "a"}], "row 0 of .*: no 'answer' .* data.answer_key .null where there are no"),
     (PromptDataModule, [chat_row("a", "b", answer="b")], "row 0 of .*: the prompt must end with a user, tool"),
     (PreferenceDataModule, [{"messages": "a", "chosen": "b"}], "row 0 of .*: no 'rejected'"),
+    (PreferenceDataModule, [{"messages": "a", "chosen": None, "rejected": "c"}], "row 0 of .*: 'chosen' is null or"),
+    (PreferenceDataModule, [{"messages": "a", "chosen": 3, "rejected": "c"}], "row 0 of .*: 'chosen' must be a list"),
+    (PreferenceDataModule, [{"messages": "a", "chosen": False, "rejected": "c"}], "'chosen' .*, not bool"),
+    (PromptDataModule, [{"messages": 3, "answer": "b"}], "row 0 of .*: 'messages' must be a list"),
     (PreferenceDataModule, [{"chosen": "b", "rejected": "c"}], "row 0 of .*: no 'messages', and 'chosen' or"),
     (PreferenceDataModule, [{**PREFERENCES[0], "margin": "x"}], "row 0 of .*: 'margin' must be a number, not 'x'"),
 ]

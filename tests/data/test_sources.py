@@ -142,6 +142,10 @@ def test_a_hub_name_may_carry_a_configuration(monkeypatch):
 def test_a_missing_key_is_named_with_the_keys_there_are():
     assert require({"answer": 0}, "answer", "data.answer_key") == 0
     with pytest.raises(ValueError, match=r"no 'answer' \(the row's keys: messages\); set data.answer_key"):
+        require({"messages": "a"}, "answer", "data.answer_key")
+    with pytest.raises(
+        ValueError, match=r"^'answer' is null or missing \(the row's keys: messages\); .* or set data.answer_key"
+    ):
         require({"messages": "a", "answer": None}, "answer", "data.answer_key")
 
 

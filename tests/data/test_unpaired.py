@@ -63,10 +63,10 @@ def test_empty_and_cut_off_answers_are_dropped_and_counted(tmp_path, make_traine
     ("bad", "message"),
     [
         ({"messages": "a", "completion": "b"}, r"row 1 of .*: no 'label' .* set data\.label_key"),
-        (row("a", "b", None), r"row 1 of .*: no 'label'"),
+        (row("a", "b", None), r"row 1 of .*: 'label' is null"),
         (row("a", "b", 1), "row 1 of .*: 'label' must be true .desirable. or false, not 1"),
         (row("a", "b", "true"), "row 1 of .*: 'label' must be true .desirable. or false, not 'true'"),
-        (row("a", None, True), r"row 1 of .*: no 'completion' .* set data\.completion_key"),
+        (row("a", None, True), r"row 1 of .*: 'completion' is null .* set data\.completion_key"),
         ({"completion": "b", "label": True}, r"row 1 of .*: no 'messages'"),
         (row("a", [{"role": "user", "content": "b"}], True), "'completion' must end with an assistant turn"),
     ],

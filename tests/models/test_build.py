@@ -80,6 +80,21 @@ def test_a_directory_needs_a_config_and_weights(tiny_model: str, tmp_path: Path)
     assert resolve_model(str(bare), weights=False) == str(bare)
 
 
+def test_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt/dcp").mkdir(parents=True)
+    (tmp_path / "last.ckpt/model").mkdir()
+    (tmp_path / "last.ckpt/meta.pt").touch()
+    (tmp_path / "last.ckpt/model/config.json").write_text("{}")
+    for path in ("last.ckpt", "last.ckpt/model"):
+        with pytest.raises(
+            ValueError, match=rf"{path}' is a checkpoint, .* --ckpt_path {tmp_path}/last\.ckpt --output_dir"
+        ):
+            resolve_model(str(tmp_path / path))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    with pytest.raises(ValueError, match=r"is an adapter, .*\('some/base'\) .*set model\.init_args\.lora\.path to it"):
+        resolve_model(str(tmp_path))
+
+
 # ---- built
 
 

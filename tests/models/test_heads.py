@@ -170,6 +170,25 @@ class Rewards(L.LightningModule):
             self.rewards = self.model(sequences(), at="last")
 
 
+@pytest.mark.parametrize(("ckpt_path", "trainable", "told"), [(None, True, 1), ("a", True, 0), ("a", False, 1)])
+def test_a_new_head_is_told_of_only_where_no_checkpoint_replaces_it(
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog,
+    ckpt_path: str | None,
+    trainable,
+    told: int,
+) -> None:
+    trainer = quiet_trainer(tmp_path)
+    monkeypatch.setattr(type(trainer), "ckpt_path", ckpt_path)  # as it is while a run with --ckpt_path starts
+    module = Rewards(tiny_model, random_init=False, trainable=trainable)
+    monkeypatch.setattr(trainer._checkpoint_connector, "_restore_modules_and_callbacks", lambda *args: None)
+    with caplog.at_level("INFO"):
+        trainer.test(module, verbose=False)
+    assert caplog.text.count("has no scalar head") == told
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_the_strategy_builds_one_from_either_kind_of_directory(
