@@ -28,10 +28,17 @@ class PolicyLoss(ABC):
         """The loss [N] and diagnostics [N] without gradient, all unreduced and 0 off actions."""
         advantages = require(seqs, "advantages", self)
         old_logps = logps.detach() if seqs.old_logps is None else seqs.old_logps
-        loss, diagnostics = self.terms(logps, old_logps, advantages, seqs)
+        terms = self.terms(logps, old_logps, advantages, seqs)
+        if not isinstance(terms, tuple):
+            raise ValueError(
+                f"{type(self).__name__}.terms returned a {type(terms).__name__}: it must return a pair (loss, logged), "
+                "a tensor of one value for each token and a dict, which may be empty, of what is logged"
+            )
+        loss, diagnostics = terms
         diagnostics["approx_kl"] = kl.k3(old_logps, logps.detach())  # of KL(old || policy): old drew the samples
         mask = seqs.action_mask
-        return loss * mask, {name: x.detach() * mask for name, x in diagnostics.items()}
+        shown = {name: x.detach() * mask if isinstance(x, Tensor) else x for name, x in diagnostics.items()}
+        return loss * mask, shown  # a plain number stays one
 
     @abstractmethod
     def terms(

@@ -48,6 +48,20 @@ def test_a_policy_loss_that_returns_no_pair_is_named() -> None:
         WithoutModel("some/model", policy_loss=Mine()).loss(micro_batch())
 
 
+def test_terms_of_a_policy_loss_are_a_pair_too_and_may_log_a_plain_number() -> None:
+    class Mine(Reinforce):
+        returned: object = torch.ones(5)
+
+        def terms(self, *args: object) -> object:  # type: ignore[override]
+            return self.returned
+
+    seqs = micro_batch().replace(advantages=torch.ones(5))
+    with pytest.raises(ValueError, match=r"^Mine\.terms returned a Tensor: it must return a pair \(loss, logged\)"):
+        Mine()(torch.zeros(5), seqs)
+    Mine.returned = torch.ones(5), {"coefficient": 0.5}
+    assert Mine()(torch.zeros(5), seqs)[1]["coefficient"] == 0.5
+
+
 def test_a_plain_number_is_logged_like_a_scalar_by_its_maximum() -> None:
     class OneProcess:
         def sum_over_data(self, x: Tensor) -> Tensor:
