@@ -34,6 +34,17 @@ from rl2lightning.types import NonFiniteError, RolloutError
 _ALWAYS = (Throughput, Samples, Preemption)  # callbacks every run has; give one of your own to set it up otherwise
 
 
+# for steps that Lightning makes itself: arguments, the values at which they do nothing, and what there is instead
+_MODELS_OWN = (
+    ("gradient_clip_val", 0, "set model.init_args.max_grad_norm"),
+    (
+        "accumulate_grad_batches",
+        1,
+        "a batch is a whole optimizer step, whose micro-batches have model.init_args.max_tokens_per_device tokens",
+    ),
+)
+
+
 class Trainer(L.Trainer):
     """Lightning's Trainer with this project's defaults.
 
@@ -58,6 +69,9 @@ class Trainer(L.Trainer):
         strategy = kwargs["strategy"]
         if isinstance(strategy, str) and strategy.lower() not in StrategyRegistry.available_strategies():
             raise ValueError(f"trainer.strategy='{strategy}' is no strategy: set it to fsdp2_tp, or leave it out")
+        for name, nothing, instead in _MODELS_OWN:
+            if kwargs.get(name) not in (None, nothing):
+                raise ValueError(f"trainer.{name}={kwargs[name]} is not for these modules: {instead}")
         callbacks = kwargs.get("callbacks") or []
         kwargs["callbacks"] = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
         for kind, default in ((ProgressBar, StepProgressBar), *((kind, kind) for kind in _ALWAYS)):

@@ -231,6 +231,11 @@ def test_a_misspelt_argument_is_an_error_that_names_the_right_one(
         ("--trainer.strategy=fsdp2_tpp", "trainer.strategy='fsdp2_tpp' is no strategy: set it to fsdp2_tp"),
         ("--trainer.strategy=ddp", "trainer.strategy is DDPStrategy; rl2lightning modules need FSDP2TPStrategy"),
         (
+            "--trainer.gradient_clip_val=1",
+            "trainer.gradient_clip_val=1 is not for these modules: set model.init_args.max",
+        ),
+        ("--trainer.accumulate_grad_batches=2", "a batch is a whole optimizer step, whose micro-batches have"),
+        (
             "--trainer.callbacks+={class_path: RolloutCallback, init_args: {environment: no.py}}",
             "'no.py': no such file",
         ),
