@@ -1,7 +1,8 @@
 """JSON files read once more, where `datasets` would give back something else than they hold.
 
 Of a column that mixes types it keeps the JSON of every value, but of a string that is JSON by itself only the string:
-"86" comes back as 86, "null" as nothing. Strings that look like times it reads as times.
+"86" comes back as 86, "null" as nothing. Strings that look like times it reads as times. What a column holds it takes
+from the start of the first file: one that mixes types only later comes back as JSON text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl2lightning.types import Row
+
+_START = 10 << 20  # bytes that `datasets` takes the types from
 
 
 def exact_rows(loaded: Any, split: str, builder: str, arguments: dict[str, Any]) -> Any:
@@ -28,12 +31,18 @@ def exact_rows(loaded: Any, split: str, builder: str, arguments: dict[str, Any])
     import datasets
     from datasets.packaged_modules.json.json import Json
 
-    if not _loses(loaded.features):
+    exact = not _loses(loaded.features)
+    if exact and (loaded.info.dataset_size or 0) < _START // 2:  # of Arrow, which is about as large as JSON
         return loaded
     source = datasets.load_dataset_builder(builder, **arguments)
     if not isinstance(source, Json) or source.config.data_files is None:
         return loaded  # files of another format say themselves what they hold
     manager = datasets.DownloadManager()
+    if exact:
+        found = source.config.data_files.values()
+        for file in manager.iter_files(manager.download_and_extract([str(file) for files in found for file in files])):
+            _check_types(file, loaded.features)
+        return loaded
     features = datasets.Features({name: _with_text(feature) for name, feature in loaded.features.items()})
     counts = {name: info.num_examples for name, info in loaded.info.splits.items()}
     parts = []
@@ -48,6 +57,49 @@ def exact_rows(loaded: Any, split: str, builder: str, arguments: dict[str, Any])
         )
         parts.append(rows.select(range(len(rows))[part.from_ : part.to]))
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+
+
+def _check_types(file: str, features: Any) -> None:
+    """Whether a file keeps to one type a column, read in passing."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    with open(file, "rb") as opened:
+        if opened.read(1) == b"[":
+            return  # read as a whole
+    form = arrow_json.ParseOptions(
+        explicit_schema=pa.schema(list(_plain(features))), unexpected_field_behavior="ignore"
+    )
+    try:
+        for _ in arrow_json.open_json(file, arrow_json.ReadOptions(block_size=_START), form):
+            pass
+    except pa.ArrowInvalid as error:
+        if "changed from" in str(error):  # "Column(/name) changed from string to array in row 3"
+            change = str(error)[str(error).index("Column(") :].rpartition(" in row")[0]
+            raise ValueError(
+                f"a column of '{file}' mixes types beyond the first {_START >> 20} MB, from which its type is taken: "
+                f"{change}; write all its values as one type (of messages, all as lists)"
+            ) from None
+
+
+def _plain(features: Any) -> Iterator[Any]:
+    """Arrow's fields of what is of one type."""
+    import datasets
+    import pyarrow as pa
+
+    for name, feature in features.items():
+        inner, depth = feature, 0
+        while isinstance(inner, datasets.List):
+            inner, depth = inner.feature, depth + 1
+        if isinstance(inner, dict):
+            kind = pa.struct(list(_plain(inner)))
+        elif isinstance(inner, datasets.Value) and inner.dtype != "null":
+            kind = inner.pa_type
+        else:
+            continue
+        for _ in range(depth):
+            kind = pa.list_(kind)
+        yield pa.field(name, kind)
 
 
 def _read(files: str, features: Any) -> Iterator[Row]:

@@ -3,6 +3,7 @@ import json
 import datasets
 import pytest
 import torch
+from datasets.packaged_modules.json.json import JsonConfig
 
 from rl2lightning.data.sources import Source, load_rows, require, split_rows
 
@@ -77,6 +78,25 @@ def test_strings_stay_strings_whatever_else_their_column_holds(tmp_path, rows):
     assert list(load_rows(f"train[:2]+test[1:]@{tmp_path}/files")) == rows[:2] + rows[::-1][1:]
     write_jsonl(tmp_path / "rows.jsonl", rows[:0:-1])
     assert list(load_rows(path)) == rows[:0:-1]  # a changed file is read anew
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "change"),
+    [
+        ({"a": "86"}, {"a": [{"role": "user"}]}, r"Column\(/a\) changed from string to array"),
+        ({"a": [{"b": "86"}]}, {"a": [{"b": 86}]}, r"Column\(/a/\[\]/b\) changed from string to number"),
+    ],
+)
+def test_a_column_that_mixes_types_only_later_is_refused(tmp_path, monkeypatch, first, later, change):
+    monkeypatch.setattr("rl2lightning.data.json_rows._START", 10_000)
+    init = JsonConfig.__init__
+    monkeypatch.setattr(
+        JsonConfig, "__init__", lambda self, *args, **kw: init(self, *args, **{"chunksize": 10_000, **kw})
+    )
+    padding = [{**first, "text": "x" * 1000}] * 20
+    assert list(load_rows(write_jsonl(tmp_path / "pure.jsonl", padding))) == padding
+    with pytest.raises(ValueError, match=f"a column of '.*mixed.jsonl' mixes types beyond .*: {change}; write all"):
+        load_rows(write_jsonl(tmp_path / "mixed.jsonl", [*padding, {**first, "text": ""}, {**later, "text": ""}]))
 
 
 def test_only_files_that_mix_types_are_read_twice(tmp_path, monkeypatch):

@@ -386,7 +386,7 @@ def test_compiled_blocks_switch_their_adapters_too(run: Run, tiny_model: str, ta
     [
         ({"alpha": 3.0}, r"'policy' counted 1\.5-fold in the checkpoint, 0\.75-fold here"),
         ({"target_modules": ["q_proj"]}, r"holds 24 weights that this model has no place for, such as 'policy\.lm\."),
-        ({"rank": 3}, r"has the shape \[4, \d+\] in checkpoint"),
+        ({"rank": 3}, r"holds adapters of rank 4 .* of rank 3: set model\.init_args\.lora\.rank to 4"),
     ],
 )
 def test_other_adapters_than_the_checkpoints_are_refused(
