@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rl2lightning.data.json_rows import exact_rows
+from rl2lightning.data.tables import load_dataset, read_directory
 from rl2lightning.types import Row
 from rl2lightning.usercode import load_file
 
@@ -155,16 +155,16 @@ def _read(path: str) -> Sequence[Row]:
             raise ValueError(f"data file {str(file)!r} does not exist")
         if file.suffix == ".py":
             return _call_function(file, split)
-        return _load_dataset(path, _BUILDERS[file.suffix], split, data_files=str(file))
+        return load_dataset(path, _BUILDERS[file.suffix], split, data_files=str(file))
     if file.is_dir():
-        return _read_directory(path, file, split)
+        return read_directory(path, file, split)
     if file.is_file():
         known = ", ".join([*_BUILDERS, ".py"])
         raise ValueError(f"data file {str(file)!r} has an unknown extension {file.suffix!r}: use one of {known}")
     if location.startswith(("/", "./", "../", "~")) or not _HUB_NAME.fullmatch(location):
         raise ValueError(f"data path {location!r} does not exist")
     name, _, configuration = location.partition(":")
-    return _load_dataset(path, name, split, name=configuration or None)
+    return load_dataset(path, name, split, name=configuration or None)
 
 
 def _split_and_location(path: str) -> tuple[str, str]:
@@ -172,41 +172,6 @@ def _split_and_location(path: str) -> tuple[str, str]:
     if not at or "/" in split or Path(path).exists():  # an @ further down the path is part of a directory's name
         return "train", path
     return split, location
-
-
-def _read_directory(path: str, directory: Path, split: str) -> Sequence[Row]:
-    import datasets
-
-    if not any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return _load_dataset(path, str(directory), split)
-    saved: Any = datasets.load_from_disk(str(directory))
-    if isinstance(saved, dict):  # a DatasetDict
-        if split not in saved:
-            raise ValueError(f"data set {str(directory)!r} has no split {split!r}: it has {', '.join(saved)}")
-        return saved[split]
-    if split != "train":
-        raise ValueError(f"data set {str(directory)!r} was saved without splits: drop {split + '@'!r} from {path!r}")
-    return saved
-
-
-def _load_dataset(path: str, builder: str, split: str, **arguments: Any) -> Sequence[Row]:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        loaded: Any = datasets.load_dataset(builder, split=split, **arguments)
-        return exact_rows(loaded, split, builder, arguments)
-    except ConnectionError as error:
-        raise ValueError(
-            f"{path!r} is no local path and the Hugging Face hub was not reached ({error}): "
-            "check the spelling, the network and HF_HUB_OFFLINE"
-        ) from error
-    except StopIteration:  # what the json reader raises on a file without rows
-        raise ValueError(f"data set {path!r} is empty") from None
-    except (ValueError, OSError, DatasetsError) as error:
-        if "corresponds to no data" in str(error):  # and what it raises on an empty list or slice
-            raise ValueError(f"data set {path!r} is empty") from None
-        raise ValueError(f"cannot read data set {path!r}: {error.__cause__ or error}") from error
 
 
 def _call_function(file: Path, name: str) -> Sequence[Row]:

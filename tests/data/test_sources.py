@@ -88,7 +88,7 @@ def test_strings_stay_strings_whatever_else_their_column_holds(tmp_path, rows):
     ],
 )
 def test_a_column_that_mixes_types_only_later_is_refused(tmp_path, monkeypatch, first, later, change):
-    monkeypatch.setattr("rl2lightning.data.json_rows._START", 10_000)
+    monkeypatch.setattr("rl2lightning.data.tables._START", 10_000)
     init = JsonConfig.__init__
     monkeypatch.setattr(
         JsonConfig, "__init__", lambda self, *args, **kw: init(self, *args, **{"chunksize": 10_000, **kw})
@@ -102,7 +102,7 @@ def test_a_column_that_mixes_types_only_later_is_refused(tmp_path, monkeypatch, 
 def test_only_files_that_mix_types_are_read_twice(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "mixed.jsonl", [{"a": "86"}, {"a": [86]}])
     load_rows(path)
-    monkeypatch.setattr("rl2lightning.data.json_rows._objects", None)
+    monkeypatch.setattr("rl2lightning.data.tables._objects", None)
     load_rows(write_jsonl(tmp_path / "rows.jsonl", ROWS))
     assert list(load_rows(path)) == [{"a": "86"}, {"a": [86]}]  # from the cache
 

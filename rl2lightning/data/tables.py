@@ -1,15 +1,17 @@
-"""JSON files read once more, where `datasets` would give back something else than they hold.
+"""Tables read by `datasets`: from files, directories and the hub.
 
-Of a column that mixes types it keeps the JSON of every value, but of a string that is JSON by itself only the string:
-"86" comes back as 86, "null" as nothing. Strings that look like times it reads as times. What a column holds it takes
-from the start of the first file: one that mixes types only later comes back as JSON text.
+JSON files are read once more where `datasets` would give back something else than they hold. Of a column that mixes
+types it keeps the JSON of every value, but of a string that is JSON by itself only the string: "86" comes back as 86,
+"null" as nothing. Strings that look like times it reads as times. What a column holds it takes from the start of the
+first file: one that mixes types only later comes back as JSON text.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl2lightning.types import Row
@@ -17,7 +19,42 @@ from rl2lightning.types import Row
 _START = 10 << 20  # bytes that `datasets` takes the types from
 
 
-def exact_rows(loaded: Any, split: str, builder: str, arguments: dict[str, Any]) -> Any:
+def read_directory(path: str, directory: Path, split: str) -> Sequence[Row]:
+    import datasets
+
+    if not any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return load_dataset(path, str(directory), split)
+    saved: Any = datasets.load_from_disk(str(directory))
+    if isinstance(saved, dict):  # a DatasetDict
+        if split not in saved:
+            raise ValueError(f"data set {str(directory)!r} has no split {split!r}: it has {', '.join(saved)}")
+        return saved[split]
+    if split != "train":
+        raise ValueError(f"data set {str(directory)!r} was saved without splits: drop {split + '@'!r} from {path!r}")
+    return saved
+
+
+def load_dataset(path: str, builder: str, split: str, **arguments: Any) -> Sequence[Row]:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        loaded: Any = datasets.load_dataset(builder, split=split, **arguments)
+        return _exact_rows(loaded, split, builder, arguments)
+    except ConnectionError as error:
+        raise ValueError(
+            f"{path!r} is no local path and the Hugging Face hub was not reached ({error}): "
+            "check the spelling, the network and HF_HUB_OFFLINE"
+        ) from error
+    except StopIteration:  # what the json reader raises on a file without rows
+        raise ValueError(f"data set {path!r} is empty") from None
+    except (ValueError, OSError, DatasetsError) as error:
+        if "corresponds to no data" in str(error):  # and what it raises on an empty list or slice
+            raise ValueError(f"data set {path!r} is empty") from None
+        raise ValueError(f"cannot read data set {path!r}: {error.__cause__ or error}") from error
+
+
+def _exact_rows(loaded: Any, split: str, builder: str, arguments: dict[str, Any]) -> Any:
     """The data set `loaded`, or where that may differ from its JSON files one that does not.
 
     It is made of the files row by row, cached as any other and made anew only when they change.
