@@ -165,7 +165,7 @@ def _encoded(value: Any, feature: Any) -> Any:
 
     if value is None:
         return None
-    if isinstance(feature, datasets.Json):
+    if _is_json(feature):
         return json.dumps(value)  # a string, too: what is JSON already, `datasets` takes as it is
     if isinstance(feature, dict):
         return {name: _encoded(value.get(name), inner) for name, inner in feature.items()}
@@ -182,7 +182,7 @@ def _loses(feature: Any) -> bool:
         return any(map(_loses, feature.values()))
     if isinstance(feature, datasets.List):
         return _loses(feature.feature)
-    return isinstance(feature, datasets.Json) or _is_time(feature)
+    return _is_json(feature) or _is_time(feature)
 
 
 def _with_text(feature: Any) -> Any:
@@ -194,6 +194,10 @@ def _with_text(feature: Any) -> Any:
     if isinstance(feature, datasets.List):
         return datasets.List(_with_text(feature.feature), length=feature.length)
     return datasets.Value("string") if _is_time(feature) else feature
+
+
+def _is_json(feature: Any) -> bool:
+    return type(feature).__name__ == "Json"  # `datasets` before 4.7 lacks it, and refuses mixed columns itself
 
 
 def _is_time(feature: Any) -> bool:
