@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl2lightning.functional import advantages as adv
-from rl2lightning.functional import masked
+from rl2lightning.functional import masked, ranges
 from rl2lightning.types import Sequences
 
 # ---------------------------------------------------------------- from flat tokens to episodes and back
@@ -115,16 +115,6 @@ class AdvantageEstimator(ABC):
         """Advantages, and returns or None, from rewards; all [R, T]."""
 
 
-def _share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"advantage.{name}={value} must lie between 0 and 1")
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"advantage.{name}={value} must be positive")
-
-
 class GroupEstimator(AdvantageEstimator):
     """One number for all actions of a trajectory: its total reward against those of the other samples of its prompt."""
 
@@ -181,7 +171,7 @@ class BatchWhitened(AdvantageEstimator):
     per_token: bool = True
 
     def __post_init__(self) -> None:
-        _share("gamma", self.gamma)
+        ranges.share("advantage.gamma", self.gamma)
 
     def estimate(self, seqs: Sequences, episodes: Episodes, rewards: Tensor) -> tuple[Tensor, None]:
         if self.per_token:
@@ -210,7 +200,7 @@ class CriticEstimator(AdvantageEstimator):
     whiten: bool = True
 
     def __post_init__(self) -> None:
-        _share("gamma", self.gamma)
+        ranges.share("advantage.gamma", self.gamma)
 
     @property
     def needs_values(self) -> bool:
@@ -242,7 +232,7 @@ class TraceEstimator(CriticEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _share("lam", self.lam)
+        ranges.share("advantage.lam", self.lam)
 
 
 @dataclass(frozen=True)
@@ -316,7 +306,7 @@ class NStep(CriticEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("n", self.n)
+        ranges.positive("advantage.n", self.n)
 
     def over_values(self, rewards: Tensor, values: Tensor, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return adv.n_step(rewards, values, mask, gamma=self.gamma, n=self.n)
@@ -338,8 +328,8 @@ class VTrace(OffPolicyEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("rho_bar", self.rho_bar)
-        _positive("c_bar", self.c_bar)
+        ranges.positive("advantage.rho_bar", self.rho_bar)
+        ranges.positive("advantage.c_bar", self.c_bar)
 
     def over_values(self, rewards: Tensor, values: Tensor, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return adv.vtrace(
@@ -375,8 +365,7 @@ class ClippedIS(OffPolicyEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.clip >= 0:
-            raise ValueError(f"advantage.clip={self.clip} is how far the ratio may go from 1: set it to 0 or more")
+        ranges.clip_width("advantage.clip", self.clip)
 
     def over_values(self, rewards: Tensor, values: Tensor, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return adv.clipped_is(rewards, values, log_ratio, mask, gamma=self.gamma, lam=self.lam, clip=self.clip)

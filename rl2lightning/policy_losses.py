@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl2lightning.estimators import require
 from rl2lightning.functional import advantages as adv
-from rl2lightning.functional import kl, losses, masked
+from rl2lightning.functional import kl, losses, masked, ranges
 from rl2lightning.types import Sequences
 
 
@@ -47,11 +47,6 @@ class PolicyLoss(ABC):
         """The loss [N] and what to log about it, `ratio` and `clip_fraction` where there are such."""
 
 
-def _not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"policy_loss.{name}={value} is how far the ratio may go from 1: set it to 0 or more")
-
-
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
     """The clipped surrogate of PPO and GRPO.
@@ -67,8 +62,8 @@ class PPOClip(PolicyLoss):
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
-        _not_negative("clip_low", self.clip_low)
-        _not_negative("clip_high", self.clip_high)
+        ranges.clip_width("policy_loss.clip_low", self.clip_low)
+        ranges.clip_width("policy_loss.clip_high", self.clip_high)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip={self.dual_clip} must be greater than 1, or null to leave it out")
 
@@ -100,8 +95,8 @@ class GSPO(PolicyLoss):
     sequence_clip_high: float = 4e-4
 
     def __post_init__(self) -> None:
-        _not_negative("sequence_clip_low", self.sequence_clip_low)
-        _not_negative("sequence_clip_high", self.sequence_clip_high)
+        ranges.clip_width("policy_loss.sequence_clip_low", self.sequence_clip_low)
+        ranges.clip_width("policy_loss.sequence_clip_high", self.sequence_clip_high)
 
     def terms(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, seqs: Sequences

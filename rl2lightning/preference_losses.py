@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rl2lightning.functional import losses
+from rl2lightning.functional import losses, ranges
 
 
 class PreferenceLoss(ABC):
@@ -55,7 +55,7 @@ class ImitatingLoss(PreferenceLoss):
     nll_coef: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        _not_negative("nll_coef", self.nll_coef)
+        ranges.not_negative("nll_coef", self.nll_coef)
 
     @property
     def nll_weight(self) -> float:
@@ -78,7 +78,7 @@ class MarginLoss(ImitatingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("beta", self.beta)
+        ranges.positive("beta", self.beta)
 
     @property
     def uses_means(self) -> bool:
@@ -164,7 +164,7 @@ class IPO(ImitatingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("per_token_beta", self.per_token_beta)
+        ranges.positive("per_token_beta", self.per_token_beta)
 
     @property
     def uses_means(self) -> bool:
@@ -198,8 +198,8 @@ class SimPO(ImitatingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("per_token_beta", self.per_token_beta)
-        _not_negative("gamma", self.gamma)
+        ranges.positive("per_token_beta", self.per_token_beta)
+        ranges.not_negative("gamma", self.gamma)
 
     @property
     def needs_reference(self) -> bool:
@@ -229,7 +229,7 @@ class ORPO(PreferenceLoss):
     lam: float = 0.1
 
     def __post_init__(self) -> None:
-        _not_negative("lam", self.lam)
+        ranges.not_negative("lam", self.lam)
 
     @property
     def needs_reference(self) -> bool:
@@ -268,9 +268,9 @@ class KTOLoss:
     undesirable_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive("beta", self.beta)
-        _not_negative("desirable_weight", self.desirable_weight)
-        _not_negative("undesirable_weight", self.undesirable_weight)
+        ranges.positive("beta", self.beta)
+        ranges.not_negative("desirable_weight", self.desirable_weight)
+        ranges.not_negative("undesirable_weight", self.undesirable_weight)
 
     def __call__(self, log_ratios: Tensor, labels: Tensor, reference_point: float) -> Tensor:
         """The loss [B].
@@ -291,13 +291,3 @@ class KTOLoss:
 
     def rewards(self, log_ratios: Tensor) -> Tensor:
         return self.beta * log_ratios
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}={value} must be positive")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name}={value} must not be negative")

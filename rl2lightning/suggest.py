@@ -168,14 +168,10 @@ def _keys(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _fields(typehint: Any) -> Iterator[str]:
     """Names of the arguments of our classes that a type allows, of all of its subclasses."""
-    for part in get_args(typehint):
-        yield from _fields(part)
-    if inspect.isclass(typehint) and get_origin(typehint) is None and typehint is not object:
-        if typehint.__module__.startswith("rl2lightning."):
-            parameters = inspect.signature(typehint).parameters.values()
+    for known in _classes(typehint):
+        if known.__module__.startswith("rl2lightning."):
+            parameters = inspect.signature(known).parameters.values()
             yield from (p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        for subclass in type.__subclasses__(typehint):
-            yield from _fields(subclass)
 
 
 def _similar_key(key: str, known: Iterable[str]) -> str | None:

@@ -111,15 +111,7 @@ class Preemption(L.Callback):
         checkpoints = trainer.checkpoint_callbacks
         saved = {c._last_global_step_saved for c in checkpoints if isinstance(c, ModelCheckpoint)}
         if checkpoints and not self.received and trainer.global_step not in saved | {0}:
-            epochs = trainer.fit_loop.epoch_progress  # type: ignore[attr-defined]
-            # as on_train_epoch_end saves: an epoch that is counted already would be counted again by what goes on
-            for count in (epochs.total, epochs.current):
-                count.completed -= 1
-            try:
-                self._save(trainer, "the run ends between two checkpoints", "final.ckpt")
-            finally:
-                for count in (epochs.total, epochs.current):
-                    count.completed += 1
+            self._save(trainer, "the run ends between two checkpoints", "final.ckpt")
         if self._limit_val_batches is not None:
             trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 

@@ -368,9 +368,8 @@ class VLLMEngine(RolloutEngine):
 
     def follow(self) -> None:
         assert self._lockstep is not None and not self._lockstep.leads
-        failed: Exception | None = (
-            None  # raised when it is released: the leader has met the same, and may have news still
-        )
+        # raised when it is released: the leader has met the same, and may have news still
+        failed: Exception | None = None
         while True:
             goes_on, news = self._lockstep.receive()
             if not goes_on:
