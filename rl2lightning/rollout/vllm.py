@@ -23,7 +23,7 @@ _GPU_CACHE = 0.25  # of the device's memory
 _STEPS_AT_ONCE = 8  # of several processes between two exchanges, each of which all of them wait for
 
 
-@dataclass
+@dataclass(slots=True)
 class _Request:
     request_id: str
     key: str  # vLLM's name for it
@@ -119,6 +119,7 @@ class VLLMEngine(RolloutEngine):
     def _clear(self) -> None:
         self.version = None
         self._live: dict[str, _Request] = {}
+        self._by_key: dict[str, _Request] = {}
         self._num_submitted = 0
         self._rejected: list[Completion] = []
         self._news = _News()
@@ -295,7 +296,8 @@ class VLLMEngine(RolloutEngine):
         self._num_submitted += 1
         key = f"{self._num_submitted}:{request_id}"  # an id may come again, after an abort for instance
         form = sampling.structured is not None
-        self._live[request_id] = _Request(request_id, key, prompt, self.version, watch, form)
+        request = _Request(request_id, key, prompt, self.version, watch, form)
+        self._live[request_id] = self._by_key[key] = request
         self._news.submitted.append((key, prompt, sampling, limit, stop, seed))
 
     @staticmethod
@@ -311,12 +313,12 @@ class VLLMEngine(RolloutEngine):
             return done
         self._tell(step=True)
         failed: Exception | None = None
-        for output in self._steps():
-            request = self._live.get(output.key.partition(":")[2])
-            if request is None or request.key != output.key:  # it has ended here, and vLLM has yet to hear of it
+        for key, token_ids, logps, reason in self._steps():
+            request = self._by_key.get(key)
+            if request is None:  # it has ended here, and vLLM has yet to hear of it
                 continue
             try:
-                if (completion := self._take(output, request)) is not None:
+                if (completion := self._take(request, token_ids, logps, reason)) is not None:
                     done.append(completion)
             except Exception as error:  # raised when the others have what is theirs
                 failed = failed or error
@@ -329,7 +331,7 @@ class VLLMEngine(RolloutEngine):
         ids = dict.fromkeys(request_ids)
         done = [completion for completion in self._rejected if completion.request_id in ids]
         self._rejected = [completion for completion in self._rejected if completion.request_id not in ids]
-        ended = [self._live.pop(request_id) for request_id in ids if request_id in self._live]
+        ended = [self._end(self._live[request_id]) for request_id in ids if request_id in self._live]
         done += [request.completion("abort") for request in ended]
         keys = [request.key for request in ended]
         untold = {submitted[0] for submitted in self._news.submitted}.intersection(keys)
@@ -338,27 +340,37 @@ class VLLMEngine(RolloutEngine):
         self._flush()
         return done
 
-    def _take(self, output: backend.NewTokens, request: _Request) -> Completion | None:
+    def _take(
+        self, request: _Request, token_ids: list[int], logps: list[float], reason: str | None
+    ) -> Completion | None:
         """Adds a step's tokens to a request; its completion, if that ended it."""
-        for token_id, logp in zip(output.token_ids, output.logps, strict=True):
-            if not math.isfinite(logp):
-                self._cache_suspect = True
-                raise RuntimeError(
-                    f"request '{request.request_id}' met non-finite logits: the weights of version "
-                    f"{request.version} are broken or overflow the engine's dtype"
-                )
-            request.token_ids.append(token_id)
-            request.logps.append(logp)
-            if request.watch is not None and request.watch.push(token_id):
-                if output.finish_reason is None:
-                    self._news.aborted.append(request.key)
-                return self._live.pop(request.request_id).completion("stop")
-        if (reason := output.finish_reason) is None:
+        if not math.isfinite(sum(logps)):
+            self._cache_suspect = True
+            raise RuntimeError(
+                f"request '{request.request_id}' met non-finite logits: the weights of version "
+                f"{request.version} are broken or overflow the engine's dtype"
+            )
+        if len(logps) != len(token_ids):
+            raise RuntimeError(f"vLLM gave {len(token_ids)} tokens and {len(logps)} log-probs")
+        if request.watch is not None:
+            for n, token_id in enumerate(token_ids, 1):
+                if request.watch.push(token_id):
+                    if reason is None:
+                        self._news.aborted.append(request.key)
+                    token_ids, logps, reason = token_ids[:n], logps[:n], "stop"
+                    break
+        request.token_ids += token_ids
+        request.logps += logps
+        if reason is None:
             return None
         if reason not in ("stop", "length"):
             why = "; its log says why, where the form is one that no grammar was made of" if request.structured else ""
             raise RuntimeError(f"vLLM gave request '{request.request_id}' up and calls that '{reason}'{why}")
-        return self._live.pop(request.request_id).completion(reason)
+        return self._end(request).completion(reason)
+
+    def _end(self, request: _Request) -> _Request:
+        del self._by_key[request.key]
+        return self._live.pop(request.request_id)
 
     # -- several processes, one engine ----------------------------------------------------------------------------
 

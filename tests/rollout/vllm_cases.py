@@ -101,7 +101,7 @@ def check_errors_of_the_leader(engine: VLLMEngine, sharded) -> None:
     """It meets them in the middle of steps that the others make, too, and raises them when these are made."""
     sampling = SamplingParams(max_tokens=20)
 
-    def broken(output, request):
+    def broken(*_: object):
         raise KeyError("in the leader's part of a step")
 
     engine._take = broken  # type: ignore[method-assign]
