@@ -37,7 +37,7 @@ def export(
 
     from rl2lightning.models.build import copy_generation_config, load_config, save_pretrained
     from rl2lightning.models.heads import SCALAR_HEAD
-    from rl2lightning.models.lora_files import CONFIG_FILE, file_name, read_config, write_adapter
+    from rl2lightning.models.lora_files import CONFIG_FILE, file_name, read_base, read_config, write_adapter
     from rl2lightning.models.serving import set_padding
     from rl2lightning.parallel.checkpoint import load_full_weights, locate, model_names
 
@@ -67,7 +67,8 @@ def export(
             write_adapter(typed(weights), lora, output)
             tokenizer.save_pretrained(output)
             return output
-        state = _merged(weights, lora, base, stored)  # of the adapter as it was trained, rounded once
+        # of the adapter as it was trained, rounded once
+        state = _merged(weights, lora, base, stored, trained_on=read_base(of_adapter))
     elif adapter:
         raise ValueError(f"'{checkpoint}' was trained without LoRA: leave --adapter out")
     state = typed(state)
@@ -82,12 +83,12 @@ def export(
 
 
 def _merged(
-    adapter: dict[str, Tensor], lora: dict[str, Any], base: str | None, dtype: torch.dtype
+    adapter: dict[str, Tensor], lora: dict[str, Any], base: str | None, dtype: torch.dtype, *, trained_on: str | None
 ) -> dict[str, Tensor]:
     """Weights of the model that an adapter was trained on, with it."""
     from rl2lightning.models.build import read_weights, resolve_model
     from rl2lightning.models.heads import SCALAR_HEAD
-    from rl2lightning.models.lora_files import merge_files
+    from rl2lightning.models.lora_files import fingerprint, merge_files
 
     path = base or lora["base_model_name_or_path"]
     try:
@@ -97,6 +98,11 @@ def _merged(
             f"the model that the adapter was trained on is not to be had ({error}): set --base to where it is now, or "
             "--adapter to do without"
         ) from error
+    if trained_on not in (None, fingerprint(directory)):
+        raise ValueError(
+            f"'{path}' holds other weights than those that the adapter was trained on: set --base to where these are, "
+            "or --adapter to do without"
+        )
     merged = merge_files({name: x.to(dtype) for name, x in read_weights(directory)}, adapter, lora)
     if SCALAR_HEAD in merged:
         merged.pop("lm_head.weight", None)  # of a causal LM, in whose place the head is

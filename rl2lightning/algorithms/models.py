@@ -17,7 +17,7 @@ from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, follow_s
 from rl2lightning.compat import ignore_misplaced_advice, log_under_global_step, settle_epoch
 from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
 from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
-from rl2lightning.models.lora_files import plain_config, scaling, write_config
+from rl2lightning.models.lora_files import plain_config, read_base, scaling, write_config
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel.strategy import FSDP2TPStrategy
 
@@ -145,8 +145,8 @@ class ModelOwner(L.LightningModule):
     def write_adapter_configs(self, directory: Path) -> None:
         """What adapters of each model that learns are on and how they count; for `export`, too."""
         for name, trained in self.trained.items():
-            if trained.model.adapters is not None:
-                write_config(plain_config(trained.model.adapters.config), directory / "adapters" / name)
+            if (adapters := trained.model.adapters) is not None:
+                write_config(plain_config(adapters.config), directory / "adapters" / name, base=adapters.base)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["nonfinite_steps"] = {name: trained.guard.state_dict() for name, trained in self.trained.items()}
@@ -178,6 +178,20 @@ class ModelOwner(L.LightningModule):
                 raise ValueError(
                     f"adapters of '{name}' counted {stored[name]:g}-fold in the checkpoint, {factor:g}-fold here: "
                     "resume with the lora.rank, lora.alpha and lora.rslora it was made with"
+                )
+        self._check_bases()
+
+    def _check_bases(self) -> None:
+        """Adapters mean something on the weights alone that they were trained on."""
+        assert (checkpoint := self.trainer.ckpt_path) is not None
+        for name, trained in self.trained.items():
+            if (adapters := trained.model.adapters) is None:
+                continue
+            theirs = read_base(Path(checkpoint, "model", "adapters", name))
+            if theirs not in (None, adapters.base):
+                raise ValueError(
+                    f"checkpoint '{checkpoint}' holds adapters of the {name} for other weights than it has here: start "
+                    "from the model that they were trained on (config.yaml of its run)"
                 )
 
     @property

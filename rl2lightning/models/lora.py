@@ -89,6 +89,7 @@ class Adapters:
         self.config = config  # a peft.LoraConfig, as it is written beside the weights
         self.layers = layers  # peft's layers around the matrices of these names
         self.copies = copies  # and around the modules that are trained whole
+        self.base: str | None = None  # fingerprint of the frozen weights, once these are read
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -15,6 +16,8 @@ from torch import Tensor
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 NAME = "default"  # peft's name of the one adapter there is
 PREFIX = "base_model.model."  # of the names in its files
+_BASE_FILE = "base_fingerprint.txt"  # of the frozen weights, beside the config
+_SAMPLE = 64  # numbers of each weight in a fingerprint
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
@@ -52,10 +55,12 @@ def plain_config(config: Any) -> dict[str, Any]:
     return {name: sorted(x) if isinstance(x, set) else x for name, x in config.to_dict().items()}
 
 
-def write_config(config: dict[str, Any], directory: Path) -> None:
-    """peft's description of an adapter, beside which its weights belong."""
+def write_config(config: dict[str, Any], directory: Path, *, base: str | None = None) -> None:
+    """peft's description of an adapter, beside which its weights belong, and which frozen weights it is on."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    if base is not None:
+        (directory / _BASE_FILE).write_text(base + "\n")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -63,6 +68,32 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"'{directory}' is no adapter's directory: it has no {CONFIG_FILE}")
     return json.loads(file.read_text())
+
+
+def read_base(directory: Path) -> str | None:
+    """The fingerprint of the weights that a checkpoint's adapter was trained on; None in those of version 0.1.0."""
+    file = directory / _BASE_FILE
+    return file.read_text().strip() if file.is_file() else None
+
+
+def fingerprint(directory: str) -> str:
+    """What tells the weights of one model directory from another's: a digest of the first numbers of each.
+
+    The same for any division into files, and for a type that holds the same numbers.
+    """
+    from safetensors import safe_open
+
+    found: list[tuple[str, bytes]] = []
+    for file in Path(directory).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - not a dictionary
+                part = stored.get_slice(name)
+                first = part[:1] if part.get_shape() else stored.get_tensor(name)
+                found.append((name, first.flatten()[:_SAMPLE].float().numpy().tobytes()))
+    digest = hashlib.blake2b(digest_size=16)
+    for name, numbers in sorted(found):
+        digest.update(name.encode() + b"=" + numbers)
+    return digest.hexdigest()
 
 
 def write_adapter(weights: dict[str, Tensor], config: dict[str, Any], directory: Path) -> None:

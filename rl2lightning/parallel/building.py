@@ -24,6 +24,7 @@ from rl2lightning.models.build import (
 )
 from rl2lightning.models.heads import SCALAR_HEAD, ScalarModel
 from rl2lightning.models.lora import LoRAConfig, add_adapters
+from rl2lightning.models.lora_files import fingerprint
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.parallel import precision
 from rl2lightning.parallel.fsdp import apply_fsdp
@@ -87,7 +88,7 @@ class ModelBuilding:
             init_weights(policy.lm, config, seed)
         else:
             load_weights(policy.lm, directory, parameters=policy.adapters and policy.adapters.frozen())
-        return self._started(policy, lora, seed)
+        return self._started(policy, lora, seed, directory)
 
     def build_scalar_model(
         self,
@@ -117,20 +118,21 @@ class ModelBuilding:
                 init_head(lm, seed)
                 if not (trainable and self._reads_checkpoint):  # which has another one
                     rank_zero_info(f"'{directory}' has no scalar head: a new one is drawn with seed {seed}")
-        return self._started(model, lora, seed)
+        return self._started(model, lora, seed, directory)
 
     @property
     def _reads_checkpoint(self) -> bool:
         """Whether what learns is read from a checkpoint once it is built."""
         return self.lightning_module is not None and self.lightning_module.trainer.ckpt_path is not None
 
-    def _started(self, model: M, lora: LoRAConfig | None, seed: int) -> M:
+    def _started(self, model: M, lora: LoRAConfig | None, seed: int, directory: str) -> M:
         """A model whose frozen weights are there, with first values of its adapters.
 
         In training mode, a frozen one too: `scoring` turns dropout off, and Lightning warns of what is in eval mode.
         """
         if model.adapters is not None and lora is not None:
             model.adapters.start(seed, lora.path)
+            model.adapters.base = fingerprint(directory)
         model.train()
         return model
 

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl2lightning import (
     DPO,
@@ -37,6 +37,7 @@ from rl2lightning import (
 from rl2lightning.export import export
 from rl2lightning.models.build import full_weights
 from rl2lightning.models.lora import FrozenBase, merged_weights
+from rl2lightning.models.lora_files import fingerprint
 from rl2lightning.parallel.checkpoint import load_full_weights
 from rl2lightning.policy_losses import KLPenalty
 
@@ -232,6 +233,9 @@ def test_a_model_that_has_moved_is_named_to_export(run: Run, tiny_model: str, tm
     config = json.loads((run.root / "step=4.ckpt/model/adapters/policy/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == tiny_model
     (checkpoint / "model/adapters/policy").mkdir(parents=True)
+    (checkpoint / "model/adapters/policy/base_fingerprint.txt").symlink_to(
+        run.root / "step=4.ckpt/model/adapters/policy/base_fingerprint.txt"
+    )
     moved = json.dumps({**config, "base_model_name_or_path": "/nowhere/model"})
     (checkpoint / "model/adapters/policy/adapter_config.json").write_text(moved)
     with pytest.raises(ValueError, match="'/nowhere/model' .* set --base to where it is now"):
@@ -379,6 +383,29 @@ def test_compiled_blocks_switch_their_adapters_too(run: Run, tiny_model: str, ta
 
 
 # ---- what is refused
+
+
+def test_other_frozen_weights_than_the_adapters_are_refused(
+    run: Run, tiny_model: str, task: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    weights = model.model.layers[0].mlp.up_proj.weight
+    model.save_pretrained(tmp_path / "copy", max_shard_size="20kB")
+    with torch.no_grad():
+        weights.mul_(1.001)
+    model.save_pretrained(tmp_path / "other")
+    assert fingerprint(str(tmp_path / "copy")) == fingerprint(tiny_model) != fingerprint(str(tmp_path / "other"))
+    assert len(list((tmp_path / "copy").glob("*.safetensors"))) > 1
+    checkpoint = run.root / "step=4.ckpt"
+    with pytest.raises(ValueError, match="other' holds other weights than those .* set --base to where these are"):
+        export(str(checkpoint), str(tmp_path / "exported"), base=str(tmp_path / "other"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for name in ("other", "copy"):
+        tokenizer.save_pretrained(tmp_path / name)
+    export(str(checkpoint), str(tmp_path / "exported"), base=str(tmp_path / "copy"))
+    module, data, rollouts = grpo(str(tmp_path / "other"), task, **{**SETTINGS, "lora": LORA})
+    with pytest.raises(ValueError, match="adapters of the policy for other weights than it has here: start from"):
+        fit(module, data, tmp_path, rollouts, steps=5, ckpt_path=checkpoint)
 
 
 @pytest.mark.parametrize(
