@@ -64,7 +64,7 @@ class PPOClip(PolicyLoss):
     def __post_init__(self) -> None:
         ranges.clip_width("policy_loss.clip_low", self.clip_low)
         ranges.clip_width("policy_loss.clip_high", self.clip_high)
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip={self.dual_clip} must be greater than 1, or null to leave it out")
 
     def terms(
@@ -160,7 +160,7 @@ class MismatchCorrection:
     cap: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.cap < 1:
+        if not self.cap >= 1:
             raise ValueError(f"cap={self.cap} of the mismatch correction must be at least 1")
 
     def __call__(self, old_logps: Tensor, seqs: Sequences) -> Tensor:
@@ -213,8 +213,7 @@ class KLPenalty:
     place: Literal["loss", "reward", "advantage"] = "loss"
 
     def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ValueError(f"kl.coef={self.coef} must not be negative")
+        ranges.not_negative("kl.coef", self.coef)
 
     @property
     def enabled(self) -> bool:

@@ -59,10 +59,10 @@ class Service:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{setting}.url='{url}' must be an http or https address")
         for name, value in (("timeout", timeout), ("concurrency", concurrency)):
-            if value <= 0:
+            if not value > 0:
                 raise ValueError(f"{setting}.{name}={value} must be positive")
         for name, value in (("retries", retries), ("backoff", backoff)):
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"{setting}.{name}={value} must not be negative")
         if token_env is not None and token_env not in os.environ:
             raise ValueError(f"{setting}.token_env='{token_env}': no such environment variable")

@@ -97,7 +97,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"sampling.max_tokens={self.max_tokens} must be at least 1")
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"sampling.temperature={self.temperature} must not be negative (0 is greedy)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p} must lie in (0, 1]")

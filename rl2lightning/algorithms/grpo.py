@@ -15,9 +15,11 @@ class GRPO(PolicyGradient):
     the others. The defaults are GRPO; Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO and CISPO are a config each (`configs/`).
 
     Args:
-        updates_per_rollout: optimizer steps per rollout, each on its own share of the samples.
+        updates_per_rollout: optimizer steps per rollout, each on its own share of the samples; no more than there are.
         **kwargs: see `PolicyGradient` and `PostTrainingModule`.
     """
+
+    shares_setting = "updates_per_rollout"
 
     def __init__(self, *args: Any, updates_per_rollout: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -16,7 +16,7 @@ class KLLimit:
     """
 
     def __init__(self, target: float | None) -> None:
-        if target is not None and target <= 0:
+        if target is not None and not target > 0:
             raise ValueError(f"target_kl={target} must be positive, or null for no limit")
         self.target = target
         self.reset()

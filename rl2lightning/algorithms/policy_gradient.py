@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,6 +22,13 @@ from rl2lightning.policy_losses import (
 )
 from rl2lightning.seeding import run_seed
 from rl2lightning.types import PromptBatch, SamplingParams, Sequences
+
+
+@runtime_checkable
+class CountsPrompts(Protocol):
+    """A data module that knows how many prompts a rollout has."""
+
+    prompts_per_rollout: int
 
 
 class PolicyGradient(PostTrainingModule):
@@ -49,6 +56,7 @@ class PolicyGradient(PostTrainingModule):
     """
 
     mini_batches: int = 1  # shares of a rollout; each time all of them have been used, a new epoch begins
+    shares_setting = "mini_batches"  # that says how many
     loss_in_progress_bar = False  # about 0 at every on-policy step; the reward is shown instead
 
     def __init__(
@@ -106,6 +114,18 @@ class PolicyGradient(PostTrainingModule):
         self.checkpoint_exclude = () if reference_every else ("reference",)
         self.seed = run_seed()  # of the order in which several updates see a rollout
         self.experience: Sequences | None = None  # of the rollout in progress, the same on every process
+
+    def on_fit_start(self) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, CountsPrompts):
+            return
+        num_samples = data.prompts_per_rollout * self.samples_per_prompt
+        if self.mini_batches > num_samples:
+            raise ValueError(
+                f"{self.shares_setting}={self.mini_batches} cannot share out the {num_samples} samples of a rollout "
+                f"({data.prompts_per_rollout} prompts, {self.samples_per_prompt} samples each): set "
+                f"model.init_args.{self.shares_setting} to {num_samples} at most, or raise data.prompts_per_rollout"
+            )
 
     def configure_model(self) -> None:
         super().configure_model()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -20,13 +20,6 @@ from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import PromptBatch, Sequences
 
 CriticTarget = Literal["monte_carlo", "bootstrapped"]
-
-
-@runtime_checkable
-class CountsPrompts(Protocol):
-    """A data module that knows how many prompts a rollout has."""
-
-    prompts_per_rollout: int
 
 
 class PPO(PolicyGradient):
@@ -97,18 +90,6 @@ class PPO(PolicyGradient):
         self.update(share, self.critic_loss, "critic", level=self.loss_level, length=self.loss_length)
         self.num_tokens_in_step = 0 if share is None else share.num_tokens  # also where the policy rested
         self.finish(batch)
-
-    def on_fit_start(self) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, CountsPrompts):
-            return
-        num_samples = data.prompts_per_rollout * self.samples_per_prompt
-        if self.mini_batches > num_samples:
-            raise ValueError(
-                f"mini_batches={self.mini_batches} cannot share out the {num_samples} samples of a rollout "
-                f"({data.prompts_per_rollout} prompts, {self.samples_per_prompt} samples each): set "
-                f"model.init_args.mini_batches to {num_samples} at most, or raise data.prompts_per_rollout"
-            )
 
     # ---- a rollout, scored once
 

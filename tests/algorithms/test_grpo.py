@@ -1,6 +1,7 @@
 """GRPO: what it refuses, where its KL goes, how it shares out a rollout, when its reference moves."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -213,6 +214,15 @@ def test_the_updates_of_a_rollout_share_its_sequences_out(num_sequences: int, nu
     assert max(sizes) - min(sizes) <= 1
     tokens = torch.cat([share.input_ids for share in shares if share is not None])
     assert tokens.tolist() == seqs.input_ids.tolist()  # every sequence once
+
+
+@pytest.mark.parametrize(("num_updates", "refused"), [(9, True), (8, False)])
+def test_more_updates_than_samples_are_refused(num_updates: int, refused: bool) -> None:
+    module = GRPO("some/model", samples_per_prompt=4, updates_per_rollout=num_updates)
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(prompts_per_rollout=2))
+    message = r"updates_per_rollout=9 .* the 8 samples .*model\.init_args\.updates_per_rollout to 8 at most"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        module.on_fit_start()
 
 
 def test_several_updates_see_the_samples_shuffled_by_the_step_alone(scored) -> None:
