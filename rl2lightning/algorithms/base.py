@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -23,7 +23,7 @@ from rl2lightning.models.attention import move
 from rl2lightning.models.lora import LoRAConfig
 from rl2lightning.models.policy import PackedModel, Policy
 from rl2lightning.seeding import run_seed
-from rl2lightning.types import PromptBatch, SamplingParams, Sequences, Trajectory
+from rl2lightning.types import PromptBatch, SamplingParams, Sequences, Trajectory, counted
 
 LossLevel = Literal["token", "sequence", "constant"]
 # micro-batch -> unreduced loss, diagnostics; of a loss with two normalisations, both parts, which are added up
@@ -232,17 +232,17 @@ class PostTrainingModule(ModelOwner):
         return torch.stack([share_of_loss(part, micro) for part in parts]).sum(), diagnostics
 
     def _weighted(self, seqs: Sequences, level: LossLevel, length: int | None = None) -> Sequences:
-        counted = self.counted_tokens(seqs)
-        weights = loss_weights(counted, seqs.sequence_ids, len(seqs), level=level, constant_length=length)
+        tokens = self.counted_tokens(seqs)
+        weights = loss_weights(tokens, seqs.sequence_ids, len(seqs), level=level, constant_length=length)
         return seqs.replace(weights=weights, sequence_weights=torch.full((len(seqs),), 1 / max(1, len(seqs))))
 
-    def report_lost(self, seqs: Sequences | None, num_dropped: int, *, nothing_left: str) -> None:
-        """Logs how many samples of a step of data were dropped and cut off, and warns where none is left.
+    def report_lost(self, seqs: Sequences | None, num_dropped: int, *, reason: str) -> None:
+        """Logs how many samples of a step of data were dropped and cut off, says so once, and warns where none is left.
 
         Args:
             seqs: what is left of the whole step.
             num_dropped: samples of all processes that are not.
-            nothing_left: the warning.
+            reason: why they are not, to be read after "dropped, ".
 
         Raises:
             ValueError: nothing was left of any step so far, and of too many.
@@ -250,9 +250,13 @@ class PostTrainingModule(ModelOwner):
         self.log("train/dropped_samples", float(num_dropped), batch_size=1)
         if seqs is not None:
             self._steps_in_vain = None
+            num_truncated = 0 if seqs.truncated is None else int(seqs.truncated.sum())
             if seqs.truncated is not None:
-                self.log("train/truncated_samples", float(seqs.truncated.sum()), batch_size=1)
+                self.log("train/truncated_samples", float(num_truncated), batch_size=1)
+            self._say_once("dropped", num_dropped, f"dropped in this step, {reason}")
+            self._say_once("truncated", num_truncated, "cut off in this step, at data.max_length")
             return
+        nothing_left = f"every sample of this step was dropped, {reason}: nothing was learned"
         rank_zero_warn(nothing_left)
         if self._steps_in_vain is not None:
             self._steps_in_vain += 1
@@ -261,6 +265,12 @@ class PostTrainingModule(ModelOwner):
                     f"{nothing_left}; so it was in every step since training began ({self._steps_in_vain}): look at "
                     "the rows of data.path, and at data.max_length"
                 )
+
+    def _say_once(self, what: str, number: int, happened: str) -> None:
+        if number and what not in self._said:
+            self._said = self._said | {what}
+            samples = counted(number, "sample", "samples")
+            rank_zero_info(f"{samples} {happened}; train/{what}_samples counts them from here on")
 
     def counted_tokens(self, seqs: Sequences) -> Tensor:
         """[N] bool: the tokens that a loss per token is averaged over."""
@@ -271,6 +281,7 @@ class PostTrainingModule(ModelOwner):
         return seqs
 
     loss_in_progress_bar = True
+    _said: frozenset[str] = frozenset()  # what else was lost, of which the log has the numbers
     _steps_in_vain: int | None = 0  # that nothing was learned from; None once something was
 
     def _optimizer(self, index: int) -> tuple[LightningOptimizer, LambdaLR]:

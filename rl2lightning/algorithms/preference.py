@@ -86,8 +86,7 @@ class PreferenceModule(PostTrainingModule, ABC):
         self.report_lost(
             seqs,
             num_dropped,
-            nothing_left="every sample of this step was dropped, as empty, the same twice or cut off by "
-            "data.max_length: nothing was learned",
+            reason="as empty, the same twice or cut off by data.max_length",
         )
         return seqs
 

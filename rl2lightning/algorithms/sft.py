@@ -38,8 +38,7 @@ class SFT(PostTrainingModule):
         self.report_lost(
             seqs,
             sum(self.strategy.gather_objects(batch.num_dropped)),
-            nothing_left="every sample of this step lost its trained part to data.max_length: nothing was learned; "
-            "raise it",
+            reason="as data.max_length left nothing to train on",
         )
         self.update(seqs, self.loss, level=self.loss_level)
 

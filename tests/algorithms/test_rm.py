@@ -125,7 +125,9 @@ def reward_model(model: str, **settings) -> RM:
     )
 
 
-def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_path: Path) -> None:
+def test_pairs_that_teach_nothing_are_dropped_counted_and_spoken_of_once(
+    tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     long = "1" * 40
     useless = [
         {"messages": "a", "chosen": "1", "rejected": "1"},
@@ -137,9 +139,15 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(tiny_model: str, tmp_p
     path = write_rows(
         tmp_path / "pairs.jsonl", [*useless, PAIRS[0], {"messages": "e", "chosen": long, "rejected": "1"}]
     )
-    trainer = trainer_for(tmp_path)
+    trainer = trainer_for(tmp_path, max_steps=3)
     data = PreferenceDataModule(path, batch_size=7, max_length=16, val_path=path)
-    trainer.fit(reward_model(tiny_model), datamodule=data)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        trainer.fit(reward_model(tiny_model), datamodule=data)
+    reports = [record.getMessage() for record in caplog.records if "in this step" in record.getMessage()]
+    assert [report.split(";")[0] for report in reports] == [
+        "5 samples dropped in this step, as empty, the same twice or cut off by data.max_length",
+        "1 sample cut off in this step, at data.max_length",
+    ]
     metrics = trainer.callback_metrics
     assert float(metrics["train/dropped_samples"]) == float(metrics["val/dropped_samples"]) == 5
     assert float(metrics["train/truncated_samples"]) == 1
