@@ -51,7 +51,7 @@ def held_out_near_misses():
 
 
 def _with_near_misses(rows, rng):
-    """Two wrong answers in five are near the right one, as those of a model are that nearly adds."""
+    """Two wrong answers in five are one or two off, as those of a model are that nearly adds."""
     kinds = [_close, _close, _wrong, _wrong, _wrong]
     return [{**row, "chosen": row["answer"], "rejected": rng.choice(kinds)(row["answer"], rng)} for row in rows]
 
@@ -75,9 +75,9 @@ def _wrong(answer, rng):
 
 
 def _close(answer, rng):
-    """A number that is one or two more or less, ten, or ten but for one."""
+    """A number that is one or two more or less."""
     right = int(answer)
-    return str(rng.choice([right + sign * x for x in (1, 2, 9, 10, 11) for sign in (1, -1) if right + sign * x >= 0]))
+    return str(rng.choice([x for x in range(right - 2, right + 3) if x >= 0 and x != right]))
 
 
 def mixed():
