@@ -81,8 +81,8 @@ class VLLMEngine(RolloutEngine):
             alone, beside frozen weights that come once; a push is as small as they are, each token costs more, and
             the engine has to keep the frozen weights (`sleep: false` on a GPU).
         options: further arguments of `vllm.LLM`, such as the cache's `block_size`, on GPUs 64 tokens where kernels take
-            blocks of those; what is shorter is not shared by the samples of a prompt. Arguments about its own statistics and traces change nothing, as tokens
-            are taken from underneath them.
+            blocks of those; what is shorter is not shared by the samples of a prompt. Arguments about its own statistics
+            and traces change nothing, as tokens are taken from underneath them.
     """
 
     def __init__(
