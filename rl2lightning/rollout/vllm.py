@@ -80,9 +80,9 @@ class VLLMEngine(RolloutEngine):
         lora: how a policy trained by LoRA gets here. merged: its whole weights, adapters and all. adapter: the adapters
             alone, beside frozen weights that come once; a push is as small as they are, each token costs more, and
             the engine has to keep the frozen weights (`sleep: false` on a GPU).
-        options: further arguments of `vllm.LLM`, such as the cache's `block_size`, on GPUs 64 tokens where kernels take
-            blocks of those; what is shorter is not shared by the samples of a prompt. Arguments about its own statistics
-            and traces change nothing, as tokens are taken from underneath them.
+        options: further arguments of `vllm.LLM`, such as the cache's `block_size`, on GPUs 64 tokens where its kernels
+            take that; what is shorter is not shared by the samples of a prompt. Arguments about its statistics and
+            traces change nothing, as tokens are taken from underneath them.
     """
 
     def __init__(
