@@ -51,8 +51,11 @@ def held_out_near_misses():
 
 
 def _with_near_misses(rows, rng):
-    """Two wrong answers in five are one or two off, as those of a model are that nearly adds."""
-    kinds = [_close, _close, _wrong, _wrong, _wrong]
+    """Two wrong answers in five are one or two off, as those of a model are that nearly adds, and one lacks a digit.
+
+    What a reward model has not been told of, a policy finds: of answers that stop early it would think well.
+    """
+    kinds = [_close, _close, _short, _wrong, _wrong]
     return [{**row, "chosen": row["answer"], "rejected": rng.choice(kinds)(row["answer"], rng)} for row in rows]
 
 
@@ -78,6 +81,12 @@ def _close(answer, rng):
     """A number that is one or two more or less."""
     right = int(answer)
     return str(rng.choice([x for x in range(right - 2, right + 3) if x >= 0 and x != right]))
+
+
+def _short(answer, rng):
+    """A digit is missing."""
+    i = rng.randrange(len(answer))
+    return answer[:i] + answer[i + 1 :] if len(answer) > 1 else _wrong(answer, rng)
 
 
 def mixed():
