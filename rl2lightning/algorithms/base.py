@@ -237,7 +237,7 @@ class PostTrainingModule(ModelOwner):
         return seqs.replace(weights=weights, sequence_weights=torch.full((len(seqs),), 1 / max(1, len(seqs))))
 
     def report_lost(self, seqs: Sequences | None, num_dropped: int, *, reason: str) -> None:
-        """Logs how many samples of a step of data were dropped and cut off, says so once, and warns where none is left.
+        """Logs how many samples of a step of data were dropped and cut off; see `learned_nothing` where none is left.
 
         Args:
             seqs: what is left of the whole step.
@@ -249,28 +249,41 @@ class PostTrainingModule(ModelOwner):
         """
         self.log("train/dropped_samples", float(num_dropped), batch_size=1)
         if seqs is not None:
-            self._steps_in_vain = None
+            self.learned_something()
             num_truncated = 0 if seqs.truncated is None else int(seqs.truncated.sum())
             if seqs.truncated is not None:
                 self.log("train/truncated_samples", float(num_truncated), batch_size=1)
-            self._say_once("dropped", num_dropped, f"dropped in this step, {reason}")
-            self._say_once("truncated", num_truncated, "cut off in this step, at data.max_length")
+            self.say_once("train/dropped_samples", num_dropped, f"dropped in this step, {reason}")
+            self.say_once("train/truncated_samples", num_truncated, "cut off in this step, at data.max_length")
             return
-        nothing_left = f"every sample of this step was dropped, {reason}: nothing was learned"
+        what = f"every sample of this step was dropped, {reason}"
+        self.learned_nothing(what, look_at="the rows of data.path, and at data.max_length")
+
+    def learned_something(self) -> None:
+        self._steps_in_vain = None
+
+    def learned_nothing(self, what: str, *, look_at: str) -> None:
+        """Warns that samples of a step, or of a rollout, all came to nothing.
+
+        Raises:
+            ValueError: so they did ever since training began, and too often.
+        """
+        nothing_left = f"{what}: nothing was learned"
         rank_zero_warn(nothing_left)
         if self._steps_in_vain is not None:
             self._steps_in_vain += 1
-            if self._steps_in_vain >= min(_IN_VAIN, self.trainer.estimated_stepping_batches):
+            all_there_are = self.trainer.estimated_stepping_batches // self.updates_per_rollout
+            if self._steps_in_vain >= min(_IN_VAIN, all_there_are):
                 raise ValueError(
                     f"{nothing_left}; so it was in every step since training began ({self._steps_in_vain}): look at "
-                    "the rows of data.path, and at data.max_length"
+                    f"{look_at}"
                 )
 
-    def _say_once(self, what: str, number: int, happened: str) -> None:
-        if number and what not in self._said:
-            self._said = self._said | {what}
-            samples = counted(number, "sample", "samples")
-            rank_zero_info(f"{samples} {happened}; train/{what}_samples counts them from here on")
+    def say_once(self, metric: str, number: int, happened: str) -> None:
+        """The first time that samples were lost; later ones are in the metric alone."""
+        if number and metric not in self._said:
+            self._said = self._said | {metric}
+            rank_zero_info(f"{counted(number, 'sample', 'samples')} {happened}; {metric} counts them from here on")
 
     def counted_tokens(self, seqs: Sequences) -> Tensor:
         """[N] bool: the tokens that a loss per token is averaged over."""

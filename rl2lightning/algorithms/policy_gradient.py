@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +23,11 @@ from rl2lightning.policy_losses import (
 )
 from rl2lightning.seeding import run_seed
 from rl2lightning.types import PromptBatch, SamplingParams, Sequences
+
+_LOST = {
+    "dropped": "dropped, as a reward or the environment failed",
+    "prompts_too_long": "never begun, as their prompts leave no room in the engine's max_model_len",
+}  # by the metric that counts them
 
 
 @runtime_checkable
@@ -164,6 +170,22 @@ class PolicyGradient(PostTrainingModule):
     @property
     def structured(self) -> bool:
         return self.sampling.structured is not None or super().structured
+
+    def report_lost_samples(self, metrics: Mapping[str, float]) -> None:
+        """Says once what a rollout has lost, by its metrics, and warns where it has lost all.
+
+        Raises:
+            ValueError: all rollouts did ever since training began, and too many.
+        """
+        lost = {name: int(metrics.get(name, 0)) for name in _LOST}
+        if "reward" in metrics:
+            self.learned_something()
+            for name, number in lost.items():
+                self.say_once(f"rollout/{name}", number, f"of this rollout {_LOST[name]}")
+        elif any(lost.values()):
+            what = " and ".join(f"{number} were {_LOST[name]}" for name, number in lost.items() if number)
+            hint = "the warnings before this, and at max_model_len of the engine"
+            self.learned_nothing(f"of all samples of this rollout, {what}", look_at=hint)
 
     def learn_from(self, rollout: Sequences | None) -> Sequences | None:
         """Scores a rollout, computes advantages and shuffles: the experience the next updates share out."""

@@ -292,6 +292,7 @@ class RolloutCallback(HeldOutSamples):
             metrics.count("partial", sum(not c.ended for c in self._carried))
             metrics.count("waiting", sum(c.ended for c in self._carried))
         logged = metrics.reduce(pl_module.strategy.gather_objects)
+        pl_module.report_lost_samples(logged)
         pl_module.log("rollout/reward", logged.pop("reward", float("nan")), prog_bar=True, batch_size=1)
         pl_module.log_dict({f"rollout/{name}": x for name, x in logged.items()}, batch_size=1)
 

@@ -30,13 +30,17 @@ class ScriptEnvironment(Environment):
 
     Args:
         path: the file.
+        timeout: seconds that `interact` may take, after which it has failed and its episode ends; None: as long as it
+            likes.
 
     Raises:
         ValueError: the file is missing or cannot be imported, or `reward_fn`, `interact` or `TOOLS` is not what it
             should be.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, timeout: float | None = None) -> None:
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"environment.init_args.timeout={timeout} must be positive, or null for no limit")
         names = vars(load_file(path, setting=_SETTING))
         if not callable(names.get("reward_fn")):
             raise ValueError(f"{_SETTING}='{path}' defines no function reward_fn(messages, answer); add one")
@@ -45,7 +49,7 @@ class ScriptEnvironment(Environment):
         tools = names.get("TOOLS")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ValueError(f"{_SETTING}='{path}': TOOLS must be a list of schemas (dicts), got {tools!r}")
-        self.path = path
+        self.path, self.timeout = path, timeout
         self._tools: list[dict[str, Any]] | None = tools
         self._reward_fn = by_name(names["reward_fn"], given=("messages",), setting=path)
         self._interact = None

@@ -94,6 +94,7 @@ class Scored:
 
     scores: dict[str, float] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # what happened, by the same
     dropped: bool = False
 
 
@@ -121,13 +122,12 @@ def score(trajectory: Trajectory, rewards: Sequence[Reward], *, on_error: OnRewa
         if cause is None:
             result.scores[reward.name] = float(value)
             continue
+        what = f"returned {value!r}" if error is None else f"raised {type(error).__name__}: {error}"
+        what = f"reward '{reward.name}' {what} on row {_shown(trajectory)}"
         if on_error == "error":
-            what = f"returned {value!r}" if error is None else f"raised {type(error).__name__}: {error}"
-            raise ValueError(
-                f"reward '{reward.name}' {what} on row {_shown(trajectory)}; "
-                "mend it, or set on_reward_error to zero or drop"
-            ) from error
+            raise ValueError(f"{what}; mend it, or set on_reward_error to zero or drop") from error
         result.errors[f"{reward.name}/{cause}"] += 1
+        result.examples[f"{reward.name}/{cause}"] = what
         result.scores[reward.name] = 0.0
         result.dropped |= on_error == "drop"
     return result

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from rl2lightning.rollout import vllm_backend
 from rl2lightning.rollout.engine import RolloutEngine
 from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.vllm import VLLMEngine
+from rl2lightning.rollout.weight_stream import ExpectedWeights
 
 
 def default_engine(device_type: str, model_path: str | None = None) -> tuple[RolloutEngine, str]:
@@ -20,7 +23,9 @@ def default_engine(device_type: str, model_path: str | None = None) -> tuple[Rol
     if model_path is not None:
         from transformers import AutoConfig
 
-        problem = vllm_backend.cannot_run(AutoConfig.from_pretrained(model_path), device_type)
+        config, device = AutoConfig.from_pretrained(model_path), torch.device(device_type)
+        problem = vllm_backend.cannot_run(config, device_type)
+        problem = problem or vllm_backend.cannot_share(ExpectedWeights.of(config).model, device)
         if problem is not None:
             return HFEngine(), f"rollouts by the embedded engine: {problem}"
     return VLLMEngine(), f"rollouts by vLLM {version}"

@@ -274,6 +274,8 @@ class Episodes:
         if not self.rewards:
             return state
         scored: Scored = yield Call(functools.partial(score, on_error=self.on_reward_error), trajectory, self.rewards)
+        for cause in scored.errors.keys() - result.reward_errors.keys():  # one line of each kind; the rest is counted
+            _log.warning("%s; counted, and %s", scored.examples[cause], "dropped" if scored.dropped else "0 instead")
         result.reward_errors += scored.errors
         if scored.dropped:
             result.num_dropped += 1

@@ -138,12 +138,13 @@ class VLLMEngine(RolloutEngine):
         self._device = torch.device(spec.device)
         backend.require(self._device.type)
         config = AutoConfig.from_pretrained(spec.model_path)
-        if (problem := backend.cannot_run(config, self._device.type)) is not None:
+        self._expected = ExpectedWeights.of(config)
+        problem = backend.cannot_run(config, self._device.type)
+        if (problem := problem or backend.cannot_share(self._expected.model, self._device)) is not None:
             raise ValueError(f"{problem}; use rl2lightning.HFEngine")
         if spec.structured and (spec.tokenizer is None or spec.tokenizer.eos_token_id is None):
             raise ValueError("sampling.structured needs a tokenizer with an end-of-sequence token, which ends the form")
         self._max_len = longest_sequence(config, spec, self.max_model_len)
-        self._expected = ExpectedWeights.of(config)
         on_gpu = self._device.type == "cuda"
         self._can_sleep = on_gpu and self.sleeps
         if self.takes_adapters and self._can_sleep:

@@ -74,6 +74,23 @@ def cannot_run(config: PretrainedConfig, device_type: str) -> str | None:
     return None
 
 
+def cannot_share(architecture: str, device: torch.device) -> str | None:
+    """Why vLLM cannot run a model in the process that trains it, asked of vLLM itself, which is imported for that."""
+    with process_kept():
+        os.environ.update(_environment(device))
+        try:
+            from vllm.model_executor.models import ModelRegistry
+        except ImportError:  # a start of the engine says more
+            return None
+    registered = ModelRegistry.models.get(architecture)
+    if registered is not None and not getattr(registered, "class_name", "").startswith("Transformers"):
+        return None
+    return (
+        f"vLLM has no {architecture} of its own and would run that of transformers, which it changes so that it cannot "
+        "be trained in this process any more"
+    )
+
+
 def cannot_adapt(config: PretrainedConfig, device_type: str) -> str | None:
     """Why the installed vLLM cannot run adapters beside a model's weights, as far as that is known before its start."""
     version, num_tokens = installed(device_type), config.get_text_config().vocab_size

@@ -178,7 +178,7 @@ def test_rewards_that_fail_may_count_zero(make_trainer, grpo, prompts) -> None:
     assert [t.reward for t in trajectories] == [digits(t.messages) for t in trajectories]
 
 
-def test_samples_whose_reward_fails_may_be_dropped(make_trainer, grpo, prompts) -> None:
+def test_samples_whose_reward_fails_may_be_dropped(make_trainer, grpo, prompts, caplog) -> None:
     def fails_for_the_first(trajectory) -> float:
         if trajectory.sample_id == 0:
             raise RuntimeError("not this one")
@@ -186,8 +186,14 @@ def test_samples_whose_reward_fails_may_be_dropped(make_trainer, grpo, prompts) 
 
     batches = Batches()
     rollouts = RolloutCallback(rewards=[fails_for_the_first], on_reward_error="drop")
-    make_trainer(rollouts, batches).fit(grpo(), datamodule=prompts())
-    (metrics,), (trajectories,) = batches.metrics, batches.trajectories
+    with caplog.at_level("INFO"):
+        make_trainer(rollouts, batches, max_steps=2).fit(grpo(), datamodule=prompts())
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if line.startswith("4 samples of this rollout dropped, as a reward")]) == 1
+    failures = [line for line in said if "raised RuntimeError: not this one" in line]
+    assert len(failures) == 2  # one a rollout
+    assert all(line.endswith("; counted, and dropped") for line in failures)
+    (metrics, _), (trajectories, _) = batches.metrics, batches.trajectories
     assert metrics["rollout/dropped"] == metrics["rollout/reward_errors"] == 4
     assert [t.sample_id for t in trajectories] == [1, 2, 3] * 4
     assert metrics["rollout/reward"] == 2
@@ -378,10 +384,31 @@ def test_prompts_that_nobody_plays_are_an_error(make_trainer, grpo, prompts) -> 
 
 
 def test_a_rollout_whose_samples_are_all_dropped_is_a_step_that_changes_nothing(make_trainer, grpo, prompts) -> None:
-    trainer = make_trainer(RolloutCallback(rewards=[broken], on_reward_error="drop"), max_steps=2)
-    trainer.fit(grpo(), datamodule=prompts())
+    calls = iter(range(100))
+
+    def fails_at_first(messages) -> float:
+        return digits(messages) if next(calls) >= 16 else broken(messages)
+
+    trainer = make_trainer(RolloutCallback(rewards=[fails_at_first], on_reward_error="drop"), max_steps=2)
+    with pytest.warns(UserWarning, match="of all samples of this rollout, 16 were dropped.*: nothing was learned"):
+        trainer.fit(grpo(), datamodule=prompts())
     assert trainer.global_step == 2
-    assert trainer.callback_metrics["rollout/dropped"] == 16
+    assert trainer.callback_metrics["rollout/dropped"] == 0
+
+
+def test_a_run_whose_rollouts_lose_all_samples_ends_with_an_error(make_trainer, grpo, prompts) -> None:
+    trainer = make_trainer(RolloutCallback(rewards=[broken], on_reward_error="drop"), max_steps=2)
+    with (
+        pytest.warns(UserWarning, match="16 were dropped"),
+        pytest.raises(ValueError, match=r"nothing was learned; so it was in every step since training began \(2\)"),
+    ):
+        trainer.fit(grpo(), datamodule=prompts())
+    trainer = make_trainer(RolloutCallback(HFEngine(max_model_len=3), rewards=[digits]))
+    with (
+        pytest.warns(UserWarning, match="16 were never begun"),
+        pytest.raises(ValueError, match=r"no room in the engine's max_model_len: .* \(1\): look at .*max_model_len"),
+    ):
+        trainer.fit(grpo(), datamodule=prompts())
 
 
 # ---- what may go wrong

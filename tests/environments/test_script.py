@@ -79,6 +79,14 @@ def test_what_is_wrong_with_a_script_is_said_at_once(script, text, message):
         script(text)
 
 
+def test_a_script_may_have_a_limit_of_time(tmp_path):
+    (tmp_path / "env.py").write_text(REWARD)
+    assert ScriptEnvironment(str(tmp_path / "env.py"), timeout=2.5).timeout == 2.5
+    assert ScriptEnvironment(str(tmp_path / "env.py")).timeout is None
+    with pytest.raises(ValueError, match=r"environment\.init_args\.timeout=0 must be positive"):
+        ScriptEnvironment(str(tmp_path / "env.py"), timeout=0)
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(ValueError, match=r"environment.init_args.path='envs/gone.py': no such file"):
         ScriptEnvironment("envs/gone.py")

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from rl2lightning.rollout import vllm_backend
+from rl2lightning.rollout.auto import default_engine
 from rl2lightning.rollout.engine import EngineSpec
+from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop
 from rl2lightning.rollout.partial import PartialRollouts
 from rl2lightning.rollout.vllm import VLLMEngine
@@ -237,3 +239,19 @@ def test_blocks_of_64_tokens_are_a_default_on_gpus_and_no_choice():
     with vllm_backend.larger_blocks(torch.device("cpu")):
         assert CacheConfig().block_size == 16
     assert CacheConfig().block_size == 16
+
+
+def test_a_model_that_vllm_would_borrow_from_transformers_stays_the_trainers(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    config = GPTNeoXConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    config.architectures = ["GPTNeoXForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="vLLM has no GPTNeoXForCausalLM of its own .*; use rl2lightning.HFEngine"):
+        VLLMEngine().start(EngineSpec(str(tmp_path), torch.device("cpu"), torch.float32, (1,)))
+    engine, why = default_engine("cpu", str(tmp_path))
+    assert type(engine) is HFEngine
+    assert why.startswith("rollouts by the embedded engine: vLLM has no GPTNeoXForCausalLM")
+    AutoModelForCausalLM.from_config(config)  # the class is as it was
