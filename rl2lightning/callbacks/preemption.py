@@ -21,6 +21,7 @@ class Preemption(L.Callback):
     """The first SIGINT or SIGTERM, on whichever process, lets the step end, saves `interrupted.ckpt` and ends the fit.
 
     A second Ctrl-C stops at once, as does the first signal before training has begun: there is nothing to save then.
+    Calls of environments and rewards that have begun are waited for even so; a third kills the process.
     The command line exits with 128 + the signal's number.
 
     Under SLURM the signal that asks for a requeue (`--signal=SIGUSR1@90`) waits for the end of the step, too; then
@@ -65,7 +66,13 @@ class Preemption(L.Callback):
         if number == self._requeue:
             self.received = self.received or number
             return
-        if not self._training or (number == signal.SIGINT and self.received in (signal.SIGINT, signal.SIGTERM)):
+        again = number == signal.SIGINT and self.received in (signal.SIGINT, signal.SIGTERM)
+        if again:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is on its way out may wait for a thread that hangs
+            rank_zero_info(
+                "\nstopping now, after calls of environments and rewards that have begun; Ctrl-C does not wait"
+            )
+        if again or not self._training:
             raise SystemExit(128 + number)
         self.received = number
         rank_zero_info("\nstopping after this step; press Ctrl-C again to stop at once")

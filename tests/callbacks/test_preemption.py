@@ -171,12 +171,19 @@ def test_a_signal_before_training_ends_the_run_at_once(make_trainer, grpo, promp
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_ctrl_c_stops_at_once(make_trainer, grpo, prompts, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once_and_a_third_would_kill(make_trainer, grpo, prompts, tmp_path: Path) -> None:
+    handlers = []
+
+    class Look(L.Callback):
+        def on_exception(self, trainer, pl_module, exception) -> None:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
     sends = Send(signal.SIGINT, 1), Send(signal.SIGINT, 1)
-    trainer = make_trainer(*sends, Preemption(), RolloutCallback(rewards=[varied]), max_steps=10)
+    trainer = make_trainer(*sends, Look(), Preemption(), RolloutCallback(rewards=[varied]), max_steps=10)
     with pytest.raises(SystemExit) as raised:
         trainer.fit(grpo(), datamodule=prompts())
     assert raised.value.code == 130
+    assert handlers == [signal.SIG_DFL]
     assert trainer.global_step == 1
     assert not (tmp_path / "checkpoints").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
