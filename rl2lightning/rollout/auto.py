@@ -23,9 +23,8 @@ def default_engine(device_type: str, model_path: str | None = None) -> tuple[Rol
     if model_path is not None:
         from transformers import AutoConfig
 
-        config, device = AutoConfig.from_pretrained(model_path), torch.device(device_type)
-        problem = vllm_backend.cannot_run(config, device_type)
-        problem = problem or vllm_backend.cannot_share(ExpectedWeights.of(config).model, device)
+        config = AutoConfig.from_pretrained(model_path)
+        problem = vllm_backend.unsuited(config, ExpectedWeights.of(config).model, torch.device(device_type))
         if problem is not None:
             return HFEngine(), f"rollouts by the embedded engine: {problem}"
     return VLLMEngine(), f"rollouts by vLLM {version}"

@@ -139,8 +139,7 @@ class VLLMEngine(RolloutEngine):
         backend.require(self._device.type)
         config = AutoConfig.from_pretrained(spec.model_path)
         self._expected = ExpectedWeights.of(config)
-        problem = backend.cannot_run(config, self._device.type)
-        if (problem := problem or backend.cannot_share(self._expected.model, self._device)) is not None:
+        if (problem := backend.unsuited(config, self._expected.model, self._device)) is not None:
             raise ValueError(f"{problem}; use rl2lightning.HFEngine")
         if spec.structured and (spec.tokenizer is None or spec.tokenizer.eos_token_id is None):
             raise ValueError("sampling.structured needs a tokenizer with an end-of-sequence token, which ends the form")

@@ -91,6 +91,11 @@ def cannot_share(architecture: str, device: torch.device) -> str | None:
     )
 
 
+def unsuited(config: PretrainedConfig, architecture: str, device: torch.device) -> str | None:
+    """Why vLLM cannot generate with a model beside the trainer; what is known without importing it comes first."""
+    return cannot_run(config, device.type) or cannot_share(architecture, device)
+
+
 def cannot_adapt(config: PretrainedConfig, device_type: str) -> str | None:
     """Why the installed vLLM cannot run adapters beside a model's weights, as far as that is known before its start."""
     version, num_tokens = installed(device_type), config.get_text_config().vocab_size
