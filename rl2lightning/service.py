@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import threading
@@ -12,6 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+_log = logging.getLogger(__name__)
 _MAX_BYTES = 16 << 20  # a longer answer is not read
 
 
@@ -29,7 +31,8 @@ class Service:
 
     What may pass (no connection, a time-out, status 408, 429 or 5xx) is tried again, after `backoff` seconds and twice
     as long each time, up to `max_backoff`, a quarter more or less so that the callers do not come back all at once.
-    Proxies of the environment are not used, redirects not followed.
+    The first such failure since it last answered is logged as a warning. Proxies of the environment are not used,
+    redirects not followed.
 
     Args:
         url: http or https.
@@ -70,6 +73,7 @@ class Service:
         self.backoff, self.max_backoff, self.token_env = backoff, max_backoff, token_env
         self._slots = threading.BoundedSemaphore(concurrency)
         self._opener = build_opener(ProxyHandler({}), _NoRedirects())
+        self._said = False  # that it does not answer; by one of the callers
         self._random = random.Random()  # of its own: the run's generators are not touched
 
     def post(self, payload: Any) -> Any:
@@ -82,11 +86,17 @@ class Service:
         for attempt in range(self.retries + 1):
             try:
                 with self._slots:
-                    return self._attempt(body)
+                    answer = self._attempt(body)
+                self._said = False
+                return answer
             except _Passing as error:
                 if attempt == self.retries:
                     tries = f"{attempt + 1} attempt{'s' if attempt else ''}"
                     raise ServiceError(f"{self.url} gave no answer in {tries}: {error}") from error
+                if not self._said:
+                    self._said = True
+                    text = "%s gives no answer (%s): trying again, %d times at most"
+                    _log.warning(text, self.url, error, self.retries)
             pause = min(self.backoff * 2**attempt, self.max_backoff)
             time.sleep(pause * self._random.uniform(0.75, 1.25))
         raise AssertionError("the last attempt returns or raises")

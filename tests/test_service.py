@@ -27,6 +27,16 @@ def test_a_server_that_is_down_and_comes_back_is_waited_for(fake_service):
     assert client(service.url, retries=50, backoff=0.05, max_backoff=0.1).post(1) == "here"
 
 
+def test_waiting_is_said_once_until_the_server_has_answered(fake_service, caplog):
+    statuses = iter([503, 503, 200, 200, 503, 200])
+    service = fake_service(lambda payload, headers: (next(statuses), "here"))
+    asking = client(service.url, retries=2)
+    for said in (1, 1, 2):
+        assert asking.post(1) == "here"
+        assert [r.message.partition(" (")[0] for r in caplog.records] == [f"{service.url} gives no answer"] * said
+    assert caplog.records[0].message.endswith("trying again, 2 times at most")
+
+
 def test_a_server_that_stays_down_is_an_error_after_all_attempts(fake_service):
     service = fake_service(lambda payload, headers: (200, "here"))
     service.down()

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from rl2lightning.callbacks import logp_check
 from rl2lightning.callbacks.dynamic_sampling import refill
@@ -127,6 +127,11 @@ class RolloutCallback(HeldOutSamples):
         from_data = getattr(trainer.datamodule, "apply_chat_template", True)  # type: ignore[attr-defined]
         chat = from_data if self.apply_chat_template is None else self.apply_chat_template
         pl_module.check_turns(self.max_turns)
+        if self.environment is not None and self.max_turns < self.environment.min_turns:
+            rank_zero_warn(
+                f"{type(self.environment).__name__} does nothing within max_turns={self.max_turns}: set max_turns of "
+                f"RolloutCallback to at least {self.environment.min_turns}"
+            )
         if self.partial is not None and stage == "fit":
             pl_module.check_partial()
         self._check_due = self.check_logps != "never"

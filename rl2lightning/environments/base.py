@@ -38,6 +38,7 @@ class Environment(ABC):
     waits in a thread, that thread is left behind.
     """
 
+    min_turns: int = 1  # with fewer, a run is warned that `step` has nothing to do
     timeout: float | None = None  # seconds that `reset` and `step` may take; None: as long as they like
 
     def reset(self, row: Row) -> list[Message] | Awaitable[list[Message]]:

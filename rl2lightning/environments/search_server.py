@@ -66,8 +66,13 @@ def read_corpus(path: str | Path) -> list[str]:
         return [paragraph.strip() for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
     documents = []
     for number, line in enumerate(text.splitlines(), start=1):
-        row = json.loads(line)
-        if "contents" not in row and "text" not in row:
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+        if not isinstance(row, dict) or ("contents" not in row and "text" not in row):
             raise ValueError(f"{path}, line {number}: needs 'contents', or 'text' and perhaps 'title'")
         documents.append(row.get("contents") or "\n".join(filter(None, (row.get("title"), row["text"]))))
     return documents
@@ -105,13 +110,26 @@ def serve(index: BM25, *, host: str = "127.0.0.1", port: int = 0) -> ThreadingHT
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A small BM25 retrieval service.")
-    parser.add_argument("--corpus", required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser = argparse.ArgumentParser(
+        prog="python -m rl2lightning.environments.search_server",
+        description="A small retrieval service over a text file, ranked by BM25, for rl2lightning's SearchTool.",
+    )
+    parser.add_argument(
+        "--corpus",
+        required=True,
+        help="a .jsonl file with {'title', 'text'} or {'contents'} a line, or a text whose paragraphs are documents",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; by default this machine alone")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     arguments = parser.parse_args()
-    index = BM25(read_corpus(arguments.corpus))
-    server = serve(index, host=arguments.host, port=arguments.port)
+    try:
+        documents = read_corpus(arguments.corpus)
+        if not documents:
+            raise ValueError(f"{arguments.corpus} holds no documents")
+        index = BM25(documents)
+        server = serve(index, host=arguments.host, port=arguments.port)
+    except (OSError, OverflowError, ValueError) as error:  # no file, no text, a port that is taken or none
+        parser.error(str(error))
     print(
         f"{len(index.documents)} documents at http://{arguments.host}:{server.server_address[1]}/retrieve", flush=True
     )

@@ -85,7 +85,8 @@ class ToolEnvironment(Environment):
     `on_tool_error` is `end`; never does it end the run. Counted, as means over trajectories, are `rollout/tool_calls`,
     `rollout/tool_errors` and each cause by itself.
 
-    Set `max_turns` of the callback to at least 2: one turn to call, one to answer. Calls of the last turn are not run.
+    Set `max_turns` of the callback to at least 2: one turn to call, one to answer. Calls of the last turn are not run;
+    with one turn there is a warning.
 
     Args:
         tools: functions by import path ("tools.py:calculator", "package.module.function"), or `Tool`s; in Python also
@@ -104,6 +105,8 @@ class ToolEnvironment(Environment):
         describe: where the model reads what tools there are: `template` hands the schemas to the chat template,
             `system` puts them into a system message, for templates that ignore them, `none` leaves it to the data.
     """
+
+    min_turns = 2
 
     def __init__(
         self,

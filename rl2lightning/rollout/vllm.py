@@ -82,7 +82,7 @@ class VLLMEngine(RolloutEngine):
             the engine has to keep the frozen weights (`sleep: false` on a GPU).
         options: further arguments of `vllm.LLM`, such as the cache's `block_size`, on GPUs 64 tokens where its kernels
             take that; what is shorter is not shared by the samples of a prompt. Arguments about its statistics and
-            traces change nothing, as tokens are taken from underneath them.
+            traces change nothing, as tokens are taken from underneath them. What the engine decides itself is refused.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class VLLMEngine(RolloutEngine):
         ):
             if x is not None and x < 1:
                 raise ValueError(f"engine.init_args.{name}={x} must be at least 1")
+        backend.check_options(options or {})
         self.tensor = tensor
         self.kv_cache_memory_bytes = kv_cache_memory_bytes
         self.max_model_len = max_model_len

@@ -268,6 +268,27 @@ class Settings:
     others: dict[str, Any]
 
 
+_SET_BY = {  # what of vLLM's arguments is an argument of the engine, and which
+    "tensor_parallel_size": "tensor",
+    "enable_sleep_mode": "sleep",
+    "enable_lora": "lora",
+    **{name: name for name in ("kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "enforce_eager")},
+}
+_DECIDED = {  # by the run
+    *("model", "tokenizer", "skip_tokenizer_init", "hf_overrides", "load_format", "generation_config"),
+    *("seed", "logprobs_mode", "distributed_executor_backend", "max_loras", "max_lora_rank"),
+}
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raises ValueError for an argument of vLLM that is not the user's to give."""
+    for name in options:
+        if name in _SET_BY:
+            raise ValueError(f"engine.init_args.options.{name}: set engine.init_args.{_SET_BY[name]} instead")
+        if name in _DECIDED:
+            raise ValueError(f"engine.init_args.options.{name} is decided by the run; leave it out")
+
+
 def build(spec: EngineSpec, settings: Settings) -> LLM:
     """An LLM on dummy weights; all processes of the run build theirs together."""
     device = torch.device(spec.device)

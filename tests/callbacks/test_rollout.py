@@ -11,6 +11,7 @@ import pytest
 
 from rl2lightning import GRPO, SFT, ChatDataModule, HFEngine, PromptDataModule, RolloutCallback
 from rl2lightning.callbacks.preemption import Preemption
+from rl2lightning.environments import ToolEnvironment
 from rl2lightning.rewards import ExactMatch, FunctionReward, LengthPenalty
 from rl2lightning.rewards.remote import RemoteReward
 from rl2lightning.types import RolloutError, SamplingParams, Trajectory
@@ -347,6 +348,21 @@ def test_supervised_training_can_sample_its_held_out_prompts(make_trainer, tiny_
     (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
     assert metrics["val/accuracy"] == metrics["val/score/exact_match"] == metrics["val/reward"]
     assert metrics["val/loss"] > 0
+
+
+def test_tools_without_a_turn_to_answer_in_are_warned_of(make_trainer, grpo, prompts) -> None:
+    def double(x: int) -> int:
+        """Doubles.
+
+        Args:
+            x: a number
+        """
+        return 2 * x
+
+    tools = ToolEnvironment([double], describe="none")
+    rollouts = RolloutCallback(environment=tools, rewards=[digits])
+    with pytest.warns(UserWarning, match="ToolEnvironment does nothing within max_turns=1: set max_turns of Rollout"):
+        make_trainer(rollouts).fit(grpo(), datamodule=prompts())
 
 
 def test_predictions_are_one_line_per_held_out_row(make_trainer, grpo, prompts, tmp_path: Path) -> None:

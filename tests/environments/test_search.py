@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from rl2lightning.environments.search import SearchTool
-from rl2lightning.environments.search_server import BM25, read_corpus, serve
+from rl2lightning.environments.search_server import BM25, main, read_corpus, serve
 from rl2lightning.environments.tool_calls import TagFormat
 from rl2lightning.environments.tools import ToolEnvironment
 from rl2lightning.service import ServiceError
@@ -105,6 +105,24 @@ def test_the_server_is_a_command(tmp_path):
         process.terminate()
         process.wait(10)
         process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.txt", None, "No such file"),
+        ("empty.txt", "\n\n", "empty.txt holds no documents"),
+        ("rows.jsonl", '{"text": "a"}\n\n{"title": "b"}', "line 3: needs 'contents', or 'text'"),
+        ("rows.jsonl", "text", "line 1 is no JSON"),
+    ],
+)
+def test_the_command_says_in_a_line_what_is_wrong_with_a_corpus(tmp_path, monkeypatch, capsys, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(sys, "argv", ["search_server", "--corpus", str(tmp_path / name), "--port", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_at_least_one_passage_is_asked_for():

@@ -134,3 +134,17 @@ def test_a_torch_without_cuda_has_no_workspaces_to_keep(monkeypatch):
     kept.apply()
     kept.revert()
     assert not hasattr(torch._C, "_cuda_clearCublasWorkspaces")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("tensor_parallel_size", r"options\.tensor_parallel_size: set engine\.init_args\.tensor instead"),
+        ("max_model_len", r"options\.max_model_len: set engine\.init_args\.max_model_len instead"),
+        ("seed", r"options\.seed is decided by the run; leave it out"),
+        ("model", r"options\.model is decided by the run"),
+    ],
+)
+def test_an_option_that_the_engine_sets_itself_is_refused(option: str, said: str):
+    with pytest.raises(ValueError, match=said):
+        VLLMEngine(options={"block_size": 32, option: 1})

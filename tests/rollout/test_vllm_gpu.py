@@ -24,6 +24,7 @@ def test_graphs_survive_what_lightning_clears_when_a_run_begins() -> None:
     engine = VLLMEngine(max_num_seqs=1024, kv_cache_memory_bytes=2**30)
     engine.start(EngineSpec(MODEL, device, torch.float32, ()))
     try:
+        assert engine._llm.llm_engine.vllm_config.cache_config.block_size == 64
         engine.sleep()
         _clear_cuda_memory()
         others = [torch.full((2**20,), float("nan"), device=device) for _ in range(256)]  # whose memory it is now
