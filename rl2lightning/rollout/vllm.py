@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl2lightning.rollout import vllm_backend as backend
 from rl2lightning.rollout.engine import EngineSpec, RolloutEngine, derive_seed, longest_sequence
 from rl2lightning.rollout.lockstep import Lockstep
 from rl2lightning.rollout.stops import StopWatch, stop_watch
+from rl2lightning.rollout.vllm_backend import llm as backend
+from rl2lightning.rollout.vllm_backend.process import DefaultGroupKept, WorkspacesKept, own_random_numbers
+from rl2lightning.rollout.vllm_backend.support import cannot_adapt, require, unsuited
+from rl2lightning.rollout.vllm_backend.weights import Adapter, empty_kv_cache, reload_weights
 from rl2lightning.rollout.weight_stream import ExpectedWeights, read_to_end
 from rl2lightning.types import Completion, SamplingParams
 
@@ -114,8 +117,8 @@ class VLLMEngine(RolloutEngine):
         self.options = options or {}
         self._llm: Any = None  # a vllm.LLM
         self._lockstep: Lockstep | None = None
-        self._default_group = backend.DefaultGroupKept()
-        self._workspaces = backend.WorkspacesKept()
+        self._default_group = DefaultGroupKept()
+        self._workspaces = WorkspacesKept()
         self._clear()
 
     def _clear(self) -> None:
@@ -128,7 +131,7 @@ class VLLMEngine(RolloutEngine):
         self._weights_awake = self._cache_awake = True
         self._cache_suspect = True  # may hold numbers that are none
         self._has_base = False  # the frozen weights that adapters are for
-        self._adapter: backend.Adapter | None = None
+        self._adapter: Adapter | None = None
 
     # -- life cycle -----------------------------------------------------------------------------------------------
 
@@ -137,10 +140,10 @@ class VLLMEngine(RolloutEngine):
 
         self.shutdown()
         self._device = torch.device(spec.device)
-        backend.require(self._device.type)
+        require(self._device.type)
         config = AutoConfig.from_pretrained(spec.model_path)
         self._expected = ExpectedWeights.of(config)
-        if (problem := backend.unsuited(config, self._expected.model, self._device)) is not None:
+        if (problem := unsuited(config, self._expected.model, self._device)) is not None:
             raise ValueError(f"{problem}; use rl2lightning.HFEngine")
         if spec.structured and (spec.tokenizer is None or spec.tokenizer.eos_token_id is None):
             raise ValueError("sampling.structured needs a tokenizer with an end-of-sequence token, which ends the form")
@@ -157,7 +160,7 @@ class VLLMEngine(RolloutEngine):
                 "engine.init_args.lora='adapter' needs adapters: set model.init_args.lora, or lora of the engine to "
                 "'merged'"
             )
-        if self.takes_adapters and (problem := backend.cannot_adapt(config, self._device.type)) is not None:
+        if self.takes_adapters and (problem := cannot_adapt(config, self._device.type)) is not None:
             raise ValueError(f"{problem}: set engine.init_args.lora to 'merged'")
         settings = backend.Settings(
             architecture=self._expected.model,
@@ -230,7 +233,7 @@ class VLLMEngine(RolloutEngine):
             self.version = None
             if not self._weights_awake:
                 self._wake("weights")
-            backend.reload_weights(llm, self._expected.checked(stream), self._device)
+            reload_weights(llm, self._expected.checked(stream), self._device)
             self.version = version
 
     def update_adapter(
@@ -249,7 +252,7 @@ class VLLMEngine(RolloutEngine):
                 self.update_weights(frozen, version)
                 self.version, self._has_base = None, True
             if self._adapter is None:
-                self._adapter = backend.Adapter()
+                self._adapter = Adapter()
             self._adapter.load(llm, config, stream)
             self.version = version
 
@@ -424,7 +427,7 @@ class VLLMEngine(RolloutEngine):
         if news.aborted:
             backend.abort_requests(llm, news.aborted)
         if news.empty_cache:
-            backend.empty_kv_cache(llm)
+            empty_kv_cache(llm)
         for key, prompt, sampling, limit, stop, seed in news.submitted:
             params = backend.request_params(sampling, max_tokens=limit, stop_token_ids=stop, seed=seed)
             backend.add_request(llm, key, prompt, params, self._adapter)
@@ -432,5 +435,5 @@ class VLLMEngine(RolloutEngine):
     def _steps(self) -> list[backend.NewTokens]:
         """What requests got in the engine's steps up to the next exchange; all are made before any is looked into."""
         llm = self._started()
-        with backend.own_random_numbers(self._device):
+        with own_random_numbers(self._device):
             return [got for _ in range(1 if self._lockstep is None else _STEPS_AT_ONCE) for got in backend.step(llm)]

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl2lightning.rollout import vllm_backend
 from rl2lightning.rollout.auto import default_engine
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.hf import HFEngine
 from rl2lightning.rollout.loop import Job, RolloutLoop
 from rl2lightning.rollout.partial import PartialRollouts
 from rl2lightning.rollout.vllm import VLLMEngine
+from rl2lightning.rollout.vllm_backend import llm, process
 from rl2lightning.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -132,7 +132,7 @@ def test_a_shared_prompt_is_read_once(tied, monkeypatch):
 
 
 def test_stop_tokens_stay_a_set_to_look_up_in():
-    params = vllm_backend.request_params(SamplingParams(), max_tokens=2, stop_token_ids=(5, 2), seed=0)
+    params = llm.request_params(SamplingParams(), max_tokens=2, stop_token_ids=(5, 2), seed=0)
     stops = params.clone().stop_token_ids  # as vLLM does with each request's
     assert stops == [5, 2]
     assert 5 in stops
@@ -232,11 +232,11 @@ def test_two_processes_generate_alone_and_together(run_on, tmp_path: Path):
 def test_blocks_of_64_tokens_are_a_default_on_gpus_and_no_choice():
     from vllm.config.cache import CacheConfig
 
-    with vllm_backend.larger_blocks(torch.device("cuda")):
+    with process.larger_blocks(torch.device("cuda")):
         ours, theirs = CacheConfig(), CacheConfig(block_size=32)
         assert (ours.block_size, ours.user_specified_block_size) == (64, False)
         assert (theirs.block_size, theirs.user_specified_block_size) == (32, True)
-    with vllm_backend.larger_blocks(torch.device("cpu")):
+    with process.larger_blocks(torch.device("cpu")):
         assert CacheConfig().block_size == 16
     assert CacheConfig().block_size == 16
 

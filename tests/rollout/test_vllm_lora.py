@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl2lightning.rollout import vllm_backend as backend
 from rl2lightning.rollout.engine import EngineSpec
 from rl2lightning.rollout.vllm import VLLMEngine
+from rl2lightning.rollout.vllm_backend import weights
 from rl2lightning.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -103,7 +103,7 @@ def test_layers_stand_bare_while_frozen_weights_are_loaded_and_are_wrapped_again
     engine.start(EngineSpec(str(tmp_path), "cpu", torch.float32, adapter_rank=RANK))
     from vllm.lora.layers import BaseLayerWithLoRA
 
-    served = backend._model(engine._llm)
+    served = weights._model(engine._llm)
 
     def wrapped() -> list[str]:
         return [name for name, x in served.named_modules() if isinstance(x, BaseLayerWithLoRA)]

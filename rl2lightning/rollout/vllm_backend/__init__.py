@@ -1,0 +1,1 @@
+"""All that touches vLLM itself; nothing else imports it."""
