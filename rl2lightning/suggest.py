@@ -71,8 +71,10 @@ def _with_key(message: str, parser: ArgumentParser) -> str | None:
         names = match.groupdict()
         key = ".".join(name for name in (names.get("group"), names["key"]) if name)
         close = _alias(key, known)
-        if close is None and (similar := _similar_key(key, known)):
-            close = f"'{similar}'"
+        if close is None:
+            # elsewhere a setting of just this name may be meant, not one that resembles it
+            similar = _similar_key(key, known) if outer is None else _named(key.split(".")[-1], known)
+            close = f"'{similar}'" if similar else None
         if close:
             return f"{message[: match.end()]}{_MARK} {close}?{message[match.end() :]}"
     if matches and parser.exit_on_error and (there_are := _settings(message[: matches[0].start()], parser)):
@@ -186,7 +188,9 @@ def _similar_key(key: str, known: Iterable[str]) -> str | None:
             continue
         if depth == len(parts) - 1 and (elsewhere := _named(part, known)):
             return elsewhere
-        if close := difflib.get_close_matches(part, sorted(siblings | {"class_path", "init_args"}), n=1):
+        close = difflib.get_close_matches(part, sorted(siblings | {"class_path", "init_args"}), n=1)
+        close = close or sorted((x for x in siblings if x.endswith(f"_{part}")), key=lambda x: (len(x), x))
+        if close:  # or one that says more, as `per_token_beta` does where `beta` was asked for
             return ".".join([*parts[:depth], close[0]])
         break
     below = {path[-1] for path in paths if path[: len(parts) - 1] == parts[:-1]}

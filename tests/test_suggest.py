@@ -4,7 +4,7 @@ from jsonargparse import ArgumentParser
 from rl2lightning.algorithms.base import PostTrainingModule
 from rl2lightning.algorithms.ppo import PPO  # noqa: F401 - it is known once it is loaded
 from rl2lightning.models.lora import LoRAConfig
-from rl2lightning.preference_losses import PreferenceLoss, Sigmoid
+from rl2lightning.preference_losses import IPO, PreferenceLoss, Sigmoid, SimPO
 from rl2lightning.suggest import shorten, suggest
 from rl2lightning.types import SamplingParams
 
@@ -136,6 +136,22 @@ def test_a_key_that_the_chosen_class_refused_is_not_suggested_because_a_class_be
     message = refused_by("rl2lightning.preference_losses.SimPO", "preference_loss", refused)
     assert suggest(message, made) == f"{message}; it takes per_token_beta, gamma, nll_coef"
     assert suggest(refused, made).endswith("did you mean 'preference_loss.length_normalised'?")  # nothing is chosen yet
+
+
+@pytest.mark.parametrize("loss", [SimPO, IPO])
+def test_a_setting_with_a_longer_name_in_the_chosen_class_comes_before_any_elsewhere(loss: type) -> None:
+    refused = "Option 'beta' is not accepted"
+    of_the_class = ArgumentParser()
+    of_the_class.add_class_arguments(loss)
+    assert suggest(refused, of_the_class) == f"{refused}; did you mean 'per_token_beta'?"
+
+
+def test_a_key_elsewhere_that_only_resembles_what_the_chosen_class_refused_is_not_suggested() -> None:
+    made = parser()
+    made.add_argument("--preference_loss", type=PreferenceLoss, default=Sigmoid())
+    made.add_argument("--optimizer.betas")
+    message = refused_by("rl2lightning.preference_losses.ORPO", "preference_loss", "Option 'beta' is not accepted")
+    assert suggest(message, made) == f"{message}; it takes lam"
 
 
 def test_the_parser_around_a_class_finds_a_key_that_stands_elsewhere() -> None:
