@@ -26,13 +26,13 @@ class DPO(PreferenceModule):
 
     The defaults are DPO; IPO, SimPO and ORPO are a config each (`configs/`), robust DPO, the hinge loss, RPO
     (`nll_coef: 1`) and length-normalised variants a setting of `preference_loss`. The reference is the model that
-    training starts from.
+    training starts from; with `lora` it is the frozen one, without adapters, and so without those of `lora.path`, too.
 
     Args:
         preference_loss: turns the log-probs of the answers, and the reference's, into the loss of each pair.
         reference: precomputed: score all rows once before training, keep the numbers on disk, and no second model in
             memory. live: keep the frozen model and score each step; for a short try on much data. A loss without
-            reference has neither.
+            reference has neither, and live is refused there.
         reference_cache: directory of the precomputed numbers, which runs may share; None: `reference_logps` in
             trainer.default_root_dir. It has to be None where nothing is precomputed.
         **kwargs: see `PostTrainingModule`.
@@ -47,6 +47,11 @@ class DPO(PreferenceModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if reference == "live" and not preference_loss.needs_reference:  # the default says nothing of what is wanted
+            raise ValueError(
+                f"reference='live' would keep no model, since {type(preference_loss).__name__} has no reference: leave "
+                "it out, or set it to precomputed, which scores nothing then"
+            )
         self.preference_loss = preference_loss
         self.precomputes = preference_loss.needs_reference and reference == "precomputed"
         if reference_cache is not None and not self.precomputes:

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from rl2lightning.types import Sequences
 
+_INSTEAD = "set data to rl2lightning.PreferenceDataModule"
+
 
 def pair_units(seqs: Sequences) -> list[list[int]]:
     """The two halves of each pair, which share a micro-batch: `units` of a module that learns from pairs."""
@@ -16,25 +18,24 @@ def check_pairs(seqs: Sequences) -> None:
     """Whether the sequences of a step are pairs, the chosen half first.
 
     Raises:
-        ValueError: they are not; names the first sequence that is out of place.
+        ValueError: they are not; names the first answers that are no pair and the data module that makes pairs.
     """
     if seqs.labels is None:
         raise ValueError(
-            "these sequences say nothing of which is better, and pairs of a chosen and a rejected answer are needed: "
-            "use PreferenceDataModule"
+            "these samples say nothing of which answer is better, and pairs of a chosen and a rejected answer are "
+            f"needed: {_INSTEAD}"
         )
     if len(seqs) % 2:
-        raise ValueError(f"{len(seqs)} sequences do not make pairs: each chosen one needs a rejected one behind it")
+        raise ValueError(
+            f"{len(seqs)} answers do not make pairs, and a rejected one is needed behind each chosen one: {_INSTEAD}"
+        )
     chosen, groups = seqs.labels.bool(), seqs.group_ids
     in_place = (chosen[::2] & ~chosen[1::2]) & (groups[::2] == groups[1::2])
     if not bool(in_place.all()):
         i = 2 * int((~in_place).nonzero()[0])
-        halves = " and ".join(
-            f"{'chosen' if chosen[j] else 'rejected'} of group {int(groups[j])}" for j in (i, i + 1)
-        )  # fmt: skip
         raise ValueError(
-            f"sequences {i} and {i + 1} are {halves}: a pair is a chosen and then a rejected answer of one group, "
-            "as PreferenceDataModule makes them"
+            "pairs of a chosen and a rejected answer to one prompt are needed, and the answers "
+            f"{i} and {i + 1} of the batch are none: {_INSTEAD}"
         )
 
 

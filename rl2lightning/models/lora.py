@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -52,7 +53,7 @@ class LoRAConfig:
             ones stay as well.
         rslora: alpha / sqrt(rank) instead (rank-stabilised, arXiv:2312.03732).
         path: directory of an adapter in peft's format to go on from; rank, alpha, rslora and both lists are its own
-            then. The reference is the model without it.
+            then, and another rank or alpha beside it is refused. The reference is the model without it.
     """
 
     rank: int = 16
@@ -166,6 +167,9 @@ def add_adapters(lm: PreTrainedModel, lora: LoRAConfig, dtype: torch.dtype, *, b
     peft = _peft()
     scalar = lm.get_output_embeddings() is None
     stored = None if lora.path is None else _stored_config(lora.path)
+    if stored is not None:
+        _check_sizes(lora, stored)
+        rank_zero_info(f"adapters of '{lora.path}': rank {stored.r}, alpha {stored.lora_alpha:g}")
     in_full = list((lora.modules_to_save if stored is None else stored.modules_to_save) or [])
     config = peft.LoraConfig(
         r=lora.rank if stored is None else stored.r,
@@ -221,6 +225,17 @@ def _stored_config(path: str) -> Any:
                 "it into its model and set model.init_args.model to that"
             )
     return config
+
+
+def _check_sizes(lora: LoRAConfig, stored: Any) -> None:
+    """Refuses sizes beside `path` that are not the adapter's; the defaults may not have been asked for."""
+    for field, own in (("rank", stored.r), ("alpha", stored.lora_alpha)):
+        given = getattr(lora, field)
+        if given not in (own, getattr(LoRAConfig, field)):
+            raise ValueError(
+                f"lora.{field}={given} is not that of the adapter in lora.path='{lora.path}': leave it out, or set it "
+                f"to {own}, which training goes on with"
+            )
 
 
 def _targets(lm: PreTrainedModel, names: Literal["all-linear"] | list[str]) -> list[str]:

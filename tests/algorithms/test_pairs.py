@@ -26,15 +26,15 @@ def test_the_halves_of_a_pair_are_a_unit():
 @pytest.mark.parametrize(
     ("labels", "group_ids", "message"),
     [
-        (None, [0, 0], "PreferenceDataModule"),
-        ([True, False, True], [0, 0, 1], "3 sequences do not make pairs"),
-        ([True, False, False, True], [0, 0, 1, 1], "sequences 2 and 3 are rejected of group 1 and chosen of group 1"),
-        ([True, True], [0, 0], "sequences 0 and 1 are chosen of group 0 and chosen of group 0"),
-        ([True, False, True, False], [0, 0, 1, 2], "sequences 2 and 3 are chosen of group 1 and rejected of group 2"),
+        (None, [0, 0], "say nothing of which answer is better"),
+        ([True, False, True], [0, 0, 1], "3 answers do not make pairs"),
+        ([True, False, False, True], [0, 0, 1, 1], "answers 2 and 3 of the batch are none"),
+        ([True, True], [0, 0], "answers 0 and 1 of the batch are none"),
+        ([True, False, True, False], [0, 0, 1, 2], "answers 2 and 3 of the batch are none"),
     ],
 )
 def test_what_is_no_pair_is_refused(labels, group_ids, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}.*: set data to rl2lightning.PreferenceDataModule$"):
         check_pairs(pairs(labels, group_ids))
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from rl2lightning import DPO, PreferenceDataModule
 from rl2lightning.algorithms import reference
 from rl2lightning.algorithms.reference import PrecomputedReference, model_key, sequence_keys
-from rl2lightning.preference_losses import SimPO
+from rl2lightning.preference_losses import ORPO, PreferenceLoss, SimPO
 from rl2lightning.types import Sequences
 
 
@@ -200,6 +200,12 @@ def test_a_cache_of_what_is_not_kept_is_refused(settings: dict, why: str) -> Non
         ValueError, match=f"reference_cache='somewhere' would keep nothing, since {why}: set it to null"
     ):
         DPO("some/model", reference_cache="somewhere", **settings)
+
+
+@pytest.mark.parametrize("loss", [SimPO(), ORPO()])
+def test_a_live_reference_of_a_loss_that_needs_none_is_refused(loss: PreferenceLoss) -> None:
+    with pytest.raises(ValueError, match=f"reference='live' would keep no model, since {type(loss).__name__} has no"):
+        DPO("some/model", preference_loss=loss, reference="live")
 
 
 def test_another_directory_has_its_own_numbers(tiny_model: str, tmp_path: Path, scored) -> None:

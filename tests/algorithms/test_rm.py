@@ -244,7 +244,7 @@ def test_held_out_metrics_by_hand_over_batches_of_different_sizes(monkeypatch: p
 
 def test_other_data_than_pairs_is_refused(tiny_model: str, task: str, tmp_path: Path) -> None:
     chat = ChatDataModule(f"conversations@{task}", batch_size=4, val_ratio=0.0)
-    with pytest.raises(ValueError, match="say nothing of which is better.*use PreferenceDataModule"):
+    with pytest.raises(ValueError, match="say nothing of which answer is better.*set data to .*PreferenceDataModule"):
         trainer_for(tmp_path).fit(reward_model(tiny_model), datamodule=chat)
     prompts = PromptDataModule(f"prompts@{task}", prompts_per_rollout=4, val_ratio=0.0)
     with pytest.raises(ValueError, match="RM learns from answers .*: use PreferenceDataModule"):
@@ -253,7 +253,7 @@ def test_other_data_than_pairs_is_refused(tiny_model: str, task: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("order", "message"),
-    [([1, 0, 2, 3], "sequences 0 and 1 are rejected of group 0 and chosen of group 0"), ([0, 1, 2], "3 sequences")],
+    [([1, 0, 2, 3], "answers 0 and 1 of the batch are none: set data to"), ([0, 1, 2], "3 answers")],
 )
 def test_wrong_pairing_is_refused(tiny_model: str, order: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

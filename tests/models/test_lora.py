@@ -5,6 +5,7 @@ Gradients on every mesh are held to peft's in tests/distributed/test_parity.py.
 
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -247,12 +248,16 @@ def test_a_model_that_has_moved_is_named_to_export(run: Run, tiny_model: str, tm
     assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
 
 
-def test_training_goes_on_from_an_exported_adapter(run: Run, tiny_model: str, task: str, tmp_path: Path) -> None:
+def test_training_goes_on_from_an_exported_adapter(
+    run: Run, tiny_model: str, task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     adapter = export(str(run.root / "step=4.ckpt"), str(tmp_path / "adapter"), dtype="float32", adapter=True)
     still = OptimizerConfig(lr=0.0)
-    # rank and alpha are those of the adapter, not these
-    module = sft(tiny_model, lora=LoRAConfig(rank=2, alpha=1.0, path=str(adapter)), optimizer=still)
-    fit(module, conversations(task), tmp_path, steps=1)
+    module = sft(tiny_model, lora=LoRAConfig(path=str(adapter)), optimizer=still)
+    with caplog.at_level(logging.INFO):
+        fit(module, conversations(task), tmp_path, steps=1)
+    # those of the adapter, not the defaults
+    assert [text for text in caplog.messages if "adapters of" in text] == [f"adapters of '{adapter}': rank 4, alpha 6"]
     assert module.policy is not None
     assert run.module.policy is not None
     ours, theirs = dict(merged_weights(module.policy)), dict(merged_weights(run.module.policy))
@@ -461,6 +466,19 @@ def test_adapters_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fit(sft(tiny_model, lora=LoRAConfig(**settings)), conversations(task), tmp_path, steps=1)
+
+
+@pytest.mark.parametrize(("given", "own"), [({"rank": 8}, 4), ({"rank": 4, "alpha": 7.0}, 6)])
+def test_another_rank_or_alpha_than_that_of_the_adapter_to_go_on_from_is_refused(
+    given: dict[str, Any], own: int, tiny_model: str, task: str, tmp_path: Path
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, lora_alpha=6)
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
+    lora = LoRAConfig(path=str(tmp_path / "adapter"), **given)
+    name, value = list(given.items())[-1]
+    with pytest.raises(ValueError, match=rf"lora\.{name}={value} is not that of the .* set it to {own}, which"):
+        fit(sft(tiny_model, lora=lora), conversations(task), tmp_path / "run", steps=1)
 
 
 def test_an_adapter_of_another_kind_or_shape_is_refused(tiny_model: str, task: str, tmp_path: Path) -> None:
