@@ -6,7 +6,7 @@ import importlib.metadata
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,16 @@ def log_under_global_step(trainer: Any) -> None:
     be called before each batch; remove when it does not.
     """
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+def log_no_more(trainer: Any, names: Iterable[str]) -> None:
+    """What `training_step` logged of these in an earlier step is not logged again until it logs them anew.
+
+    Lightning 2.6 repeats the last value of a metric in every step that logs none. Remove when it does not.
+    """
+    for name in names:
+        if (metric := trainer._results.get(f"training_step.{name}")) is not None:
+            metric.reset()
 
 
 def link_checkpoints_through(trainer: Any, link: Callable[[Path, Path], None]) -> None:

@@ -17,6 +17,7 @@ from rl2lightning.algorithms.guard import NonFiniteGuard
 from rl2lightning.algorithms.metrics import StepMetrics, share_of_loss, values_and_logged
 from rl2lightning.algorithms.models import ModelOwner
 from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, adamw
+from rl2lightning.compat import log_no_more
 from rl2lightning.functional.masked import loss_weights
 from rl2lightning.functional.packing import plan_micro_batches
 from rl2lightning.models.attention import move
@@ -112,11 +113,10 @@ class PostTrainingModule(ModelOwner):
             raise ValueError("the schedule needs an end: set trainer.max_steps or trainer.max_epochs")
         optimizers, schedules = [], []
         for name, trained in self.trained.items():
-            optimizer = adamw(trained)
-            share = partial(trained.optimizer.lr_at, num_steps=int(num_steps))
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-            optimizers.append(optimizer)
-            schedules.append({"scheduler": schedule, "interval": "step", "name": self._logged("learning_rate", name)})
+            trained.schedule = adamw(trained, int(num_steps))
+            optimizers.append(trained.schedule.optimizer)
+            name = self._logged("learning_rate", name)
+            schedules.append({"scheduler": trained.schedule, "interval": "step", "name": name})
         return optimizers, schedules
 
     def _logged(self, metric: str, name: str) -> str:
@@ -207,6 +207,7 @@ class PostTrainingModule(ModelOwner):
             self.num_tokens_in_step = 0 if seqs is None else seqs.num_tokens
         if seqs is None or not bool(seqs.action_mask.any()):
             self._step(trained, optimizer, scheduler)  # gradients are None: nothing moves, but the step counts
+            log_no_more(self.trainer, trained.logged)
             return {}
         plan = self.micro_batches(seqs, training=True)
         metrics = StepMetrics()
@@ -218,8 +219,9 @@ class PostTrainingModule(ModelOwner):
         logged = metrics.reduce(self.strategy)
         norm = self.strategy.clip_grad_norm(trained.model, self.max_grad_norm)
         self._step(trained, optimizer, scheduler, finite=torch.isfinite(norm) & torch.isfinite(logged["loss"]))
-        extra = {"grad_norm": norm, "skipped_steps": trained.guard.skipped}
-        self.log_dict({self._logged(k, name): x for k, x in (logged | extra).items() if k != "loss"}, batch_size=1)
+        values = logged | {"grad_norm": norm, "skipped_steps": trained.guard.skipped}
+        trained.logged |= {self._logged(metric, name) for metric in values}
+        self.log_dict({self._logged(k, name): x for k, x in values.items() if k != "loss"}, batch_size=1)
         shown = self.loss_in_progress_bar and index == 0
         self.log(self._logged("loss", name), logged["loss"], prog_bar=shown, batch_size=1)
         return logged

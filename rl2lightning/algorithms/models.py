@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from rl2lightning.algorithms.guard import NonFiniteGuard
-from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, follow_schedules
+from rl2lightning.algorithms.optimizer import OptimizerConfig, Trained, follow_config
 from rl2lightning.compat import ignore_misplaced_advice, log_under_global_step, settle_epoch
 from rl2lightning.models.build import copy_generation_config, gathered_weights, load_config, resolve_model
 from rl2lightning.models.lora import FrozenBase, LoRAConfig, merged_weights
@@ -200,8 +200,11 @@ class ModelOwner(L.LightningModule):
         return next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("rl2lightning."))
 
     def on_train_start(self) -> None:
-        # a checkpoint has the rates of its own run, which may have been shorter
-        follow_schedules(config.scheduler for config in self.trainer.lr_scheduler_configs)
+        # a checkpoint has the settings of its own run, which may have been others, or a shorter one
+        used = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        for trained in self.trained.values():
+            if trained.schedule is not None and trained.schedule in used:  # a user's own is left alone
+                follow_config(trained.schedule, trained.optimizer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         log_under_global_step(self.trainer)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -55,10 +55,12 @@ class Trained:
     model: PackedModel
     optimizer: OptimizerConfig
     guard: NonFiniteGuard
+    schedule: LambdaLR | None = None  # and in it the optimizer
+    logged: set[str] = field(default_factory=set)  # metrics of its steps
 
 
-def adamw(trained: Trained) -> torch.optim.AdamW:
-    """The optimizer of what of the model learns; norms and biases do not decay."""
+def adamw(trained: Trained, num_steps: int) -> LambdaLR:
+    """The schedule, and in it the optimizer, of what of the model learns; norms and biases do not decay."""
     config = trained.optimizer
     parameters = [p for p in trained.model.parameters() if p.requires_grad]
     groups = [
@@ -66,14 +68,16 @@ def adamw(trained: Trained) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     # fused: one kernel, and it can skip a step on the device
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return LambdaLR(optimizer, partial(config.lr_at, num_steps=num_steps))
 
 
-def follow_schedules(schedulers: Iterable[object]) -> None:
-    """Sets the learning rates to what our schedules say of the step they are at; a user's own are left alone."""
-    for scheduler in schedulers:
-        if isinstance(scheduler, LambdaLR):
-            groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            for group, rate, factor in groups:
-                group["lr"] = rate * factor(scheduler.last_epoch)
-            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+def follow_config(schedule: LambdaLR, config: OptimizerConfig) -> None:
+    """Sets what a checkpoint has brought back of another run's settings to those of this run, schedule included."""
+    decay = (config.weight_decay, 0.0)  # of the groups of `adamw`
+    schedule.base_lrs = [config.lr] * len(decay)
+    groups = zip(schedule.optimizer.param_groups, decay, schedule.lr_lambdas, strict=True)
+    for group, weight_decay, factor in groups:
+        group |= {"betas": config.betas, "eps": config.eps, "weight_decay": weight_decay, "initial_lr": config.lr}
+        group["lr"] = config.lr * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
