@@ -14,7 +14,7 @@ from rl2lightning.algorithms.optimizer import OptimizerConfig
 from rl2lightning.algorithms.policy_gradient import PolicyGradient
 from rl2lightning.estimators import GAE, AdvantageEstimator, CriticEstimator, MonteCarlo, require
 from rl2lightning.functional.losses import explained_variance, value_loss
-from rl2lightning.models.build import load_config, resolve_model
+from rl2lightning.models.build import load_config, resolve_model, unlike_token
 from rl2lightning.models.heads import ScalarModel
 from rl2lightning.policy_losses import KLPenalty
 from rl2lightning.types import PromptBatch, Sequences
@@ -157,12 +157,19 @@ class PPO(PolicyGradient):
                 lora=lora,
                 name=self.model_path,
             )
+        from transformers import AutoTokenizer
+
         directory = self.strategy.on_one_rank_first(self._find_critic)
         words = [load_config(path).get_text_config().vocab_size for path in (self.local_model_path(), directory)]
         if words[1] < words[0]:
             raise ValueError(
                 f"the critic reads the policy's tokens, but knows {words[1]} words where the policy knows {words[0]}: "
                 f"set model.init_args.critic_model={self.critic_path!r} to a model with the policy's tokenizer"
+            )
+        if (token := unlike_token(AutoTokenizer.from_pretrained(self.tokenizer_path), directory)) is not None:
+            raise ValueError(
+                f"the critic reads the policy's tokens, and its tokenizer has another number for {token!r}: set "
+                f"model.init_args.critic_model={self.critic_path!r} to a model with the policy's tokenizer"
             )
         return self.strategy.build_scalar_model(
             directory, random_init=False, seed=self.init_seed, lora=lora, name=self.critic_path

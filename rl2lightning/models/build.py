@@ -19,7 +19,7 @@ from rl2lightning.models.packed import PACKED_ATTENTION, register_packed_attenti
 from rl2lightning.types import counted, refuse_misplaced
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def resolve_model(path: str, *, weights: bool = True) -> str:
@@ -43,6 +43,21 @@ def resolve_model(path: str, *, weights: bool = True) -> str:
         return snapshot_download(path, allow_patterns=patterns)
     except Exception as error:
         raise ValueError(f"model '{path}' is no directory here and could not be had from the hub: {error}") from error
+
+
+def unlike_token(tokenizer: PreTrainedTokenizerBase, path: str) -> str | None:
+    """A token that the tokenizer of a model, a directory or hub name, numbers otherwise than `tokenizer` does.
+
+    None where there is no such token, or a directory without a tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if os.path.isdir(path) and not any((Path(path) / name).is_file() for name in files):
+        return None
+    theirs = AutoTokenizer.from_pretrained(path).get_vocab()
+    numbered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return next((token for token, number in numbered if theirs.get(token, number) != number), None)
 
 
 def load_config(path: str) -> PretrainedConfig:

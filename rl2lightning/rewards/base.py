@@ -10,13 +10,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl2lightning.types import Trajectory
 from rl2lightning.usercode import by_name, load_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OnRewardError = Literal["error", "zero", "drop"]
 
@@ -38,7 +41,10 @@ class Reward(ABC):
     def __call__(self, trajectory: Trajectory) -> float:
         """The reward, unweighted."""
 
-    def prepare(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to prepare
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:  # noqa: B027 - most have nothing to do in these
+        """Called at the start of a run with the policy's tokenizer: raise ValueError where its tokens mean nothing."""
+
+    def prepare(self, device: torch.device) -> None:  # noqa: B027
         """Called on every process before a run's first rollout, with the device it trains on: load a model here."""
 
     def sleep(self) -> None:  # noqa: B027

@@ -16,6 +16,8 @@ from rl2lightning.rewards.conversation import ConversationTokens
 from rl2lightning.types import Sequences, Trajectory
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rl2lightning.models.heads import ScalarModel
 
 
@@ -75,6 +77,15 @@ class RewardModel(Reward):
         self._device = torch.device("cpu")
         self._waiting: deque[_Request] = deque()
         self._running = threading.Lock()
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from rl2lightning.models.build import unlike_token
+
+        if self._tokens is None and (token := unlike_token(tokenizer, self.model)) is not None:
+            raise ValueError(
+                f"rewards.init_args.token_in=true scores the policy's tokens, and reward model '{self.model}' has "
+                f"another number for {token!r}: set token_in to false, and it reads the messages"
+            )
 
     def prepare(self, device: torch.device) -> None:
         from rl2lightning.models.serving import load_scalar_model

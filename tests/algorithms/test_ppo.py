@@ -1,5 +1,6 @@
 """PPO: a step of both models against plain PyTorch, what a rollout becomes, when the policy rests, its checkpoints."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -382,6 +383,7 @@ def fit(
     callbacks: tuple = (),
     ckpt_path: Path | None = None,
     offload="none",
+    trainer: dict | None = None,
     **settings,
 ) -> tuple[Watch, PPO, L.Trainer]:
     L.seed_everything(1 if ckpt_path is None else 2, verbose=False)  # a resumed run does not live off its seed
@@ -396,7 +398,7 @@ def fit(
         }
         | settings,
     )
-    trainer = quiet_trainer(
+    fitting = quiet_trainer(
         root,
         watch,
         RolloutCallback(environment=task),
@@ -405,10 +407,11 @@ def fit(
         max_steps=steps,
         limit_val_batches=0,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        **(trainer or {}),
     )
     data = PromptDataModule(f"prompts@{task}", prompts_per_rollout=8, val_ratio=0.0)
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return watch, module, trainer
+    fitting.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return watch, module, fitting
 
 
 def test_a_batch_is_one_step_of_each_model_each_on_its_own_schedule(tiny_model: str, task: str, tmp_path: Path) -> None:
@@ -441,6 +444,31 @@ def test_beyond_the_limit_the_policy_rests_and_the_critic_goes_on(tiny_model: st
     assert watch.moved("policies") == [True, False, False, True, True]
     assert all(watch.moved("critics"))
     assert trainer.global_step == 6
+
+
+def test_a_policy_that_rests_logs_nothing_of_its_own(tiny_model: str, task: str, tmp_path: Path) -> None:
+    logged: list[dict[str, float]] = []
+
+    class Log(L.pytorch.loggers.CSVLogger):
+        def log_metrics(self, metrics, step=None) -> None:
+            logged.append(metrics)
+
+    logger = Log(tmp_path)
+    fit(
+        tiny_model,
+        task,
+        tmp_path,
+        steps=6,
+        epochs=4,
+        target_kl=1e-5,
+        trainer={"logger": logger, "log_every_n_steps": 1},
+    )
+    steps = [metrics for metrics in logged if "train/policy_rests" in metrics]
+    assert [metrics["train/policy_rests"] for metrics in steps] == [0, 0, 1, 1, 0, 0]
+    for name in ("loss", "grad_norm", "approx_kl", "ratio", "skipped_steps"):
+        assert [f"train/{name}" in metrics for metrics in steps] == [True, True, False, False, True, True]
+        assert all(f"train/critic_{name}" in metrics for metrics in steps) == (name not in ("approx_kl", "ratio"))
+    assert all("train/learning_rate" in metrics for metrics in steps)
 
 
 def test_a_limit_holds_for_a_loss_without_a_ratio(tiny_model: str, task: str, tmp_path: Path) -> None:
@@ -559,6 +587,7 @@ def test_policy_and_critic_are_exported_and_a_critic_starts_from_such_a_director
     assert AutoConfig.from_pretrained(export(str(tmp_path / "two.ckpt"), str(tmp_path / "p"))).hidden_size == 16
 
 
+@pytest.mark.filterwarnings("ignore:data.path")  # of which a part is held out now
 def test_validation_of_a_checkpoint_builds_no_critic_and_a_fit_after_it_does(
     tiny_model: str, task: str, tmp_path: Path
 ) -> None:
@@ -581,3 +610,16 @@ def test_a_critic_of_fewer_words_than_the_policy_is_refused(
         ValueError, match=r"knows 50 words where the policy knows 104: set model\.init_args\.critic_model"
     ):
         fit(tiny_model, task, tmp_path, steps=1, critic_model=make_model(vocab_size=50))
+
+
+def test_a_critic_that_numbers_tokens_otherwise_is_refused(
+    tiny_model: str, make_model, task: str, tmp_path: Path
+) -> None:
+    critic, mine = Path(make_model()), Path(tiny_model)
+    words = json.loads((mine / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (critic / "tokenizer.json").write_text(json.dumps(words))
+    (critic / "tokenizer_config.json").write_text((mine / "tokenizer_config.json").read_text())
+    with pytest.raises(ValueError, match=r"its tokenizer has another number for '[12]': set model"):
+        fit(tiny_model, task, tmp_path, steps=1, critic_model=str(critic))

@@ -95,6 +95,18 @@ def test_tokens_can_be_scored_as_they_are(directory: str) -> None:
         reward(Trajectory(row={}, group_id=0))
 
 
+def test_tokens_that_the_model_numbers_otherwise_are_refused_as_they_are(directory: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    RewardModel(directory, token_in=True).check(tokenizer)
+    other = (Path(directory) / "tokenizer.json").read_text().replace('"1":', '"swap":').replace('"2":', '"1":')
+    (tmp_path / "tokenizer.json").write_text(other.replace('"swap":', '"2":'))
+    (tmp_path / "tokenizer_config.json").write_text((Path(directory) / "tokenizer_config.json").read_text())
+    changed = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has another number for '[12]': set token_in to false"):
+        RewardModel(directory, token_in=True).check(changed)
+    RewardModel(directory).check(changed)  # which reads the messages
+
+
 def test_one_that_waits_too_long_for_a_pass_has_its_own(directory: str) -> None:
     reward, wanted = RewardModel(directory, max_tokens=1), trajectories()[:2]
     expected = plain_scores(directory, rendered(directory, wanted))
