@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import threading
@@ -15,6 +16,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 16 << 20  # a longer answer is not read
+_SILENCE = 60.0  # seconds between two warnings: a server that limits its clients fails many of their requests
 
 
 class ServiceError(RuntimeError):
@@ -31,8 +33,8 @@ class Service:
 
     What may pass (no connection, a time-out, status 408, 429 or 5xx) is tried again, after `backoff` seconds and twice
     as long each time, up to `max_backoff`, a quarter more or less so that the callers do not come back all at once.
-    The first such failure since it last answered is logged as a warning. Proxies of the environment are not used,
-    redirects not followed.
+    Such failures are logged as warnings, at most one a minute. Proxies of the environment are not used, redirects not
+    followed.
 
     Args:
         url: http or https.
@@ -73,7 +75,7 @@ class Service:
         self.backoff, self.max_backoff, self.token_env = backoff, max_backoff, token_env
         self._slots = threading.BoundedSemaphore(concurrency)
         self._opener = build_opener(ProxyHandler({}), _NoRedirects())
-        self._said = False  # that it does not answer; by one of the callers
+        self._said_at = -math.inf  # that something failed, by the monotonic clock
         self._random = random.Random()  # of its own: the run's generators are not touched
 
     def post(self, payload: Any) -> Any:
@@ -86,20 +88,20 @@ class Service:
         for attempt in range(self.retries + 1):
             try:
                 with self._slots:
-                    answer = self._attempt(body)
-                self._said = False
-                return answer
+                    return self._attempt(body)
             except _Passing as error:
                 if attempt == self.retries:
                     tries = f"{attempt + 1} attempt{'s' if attempt else ''}"
                     raise ServiceError(f"{self.url} gave no answer in {tries}: {error}") from error
-                if not self._said:
-                    self._said = True
-                    text = "%s gives no answer (%s): trying again, %d times at most"
-                    _log.warning(text, self.url, error, self.retries)
+                self._say(error)
             pause = min(self.backoff * 2**attempt, self.max_backoff)
             time.sleep(pause * self._random.uniform(0.75, 1.25))
         raise AssertionError("the last attempt returns or raises")
+
+    def _say(self, error: _Passing) -> None:
+        if (now := time.monotonic()) - self._said_at > _SILENCE:
+            self._said_at = now
+            _log.warning("%s: %s; trying again, %d times at most", self.url, error, self.retries)
 
     def _attempt(self, body: bytes) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}

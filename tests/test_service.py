@@ -27,14 +27,16 @@ def test_a_server_that_is_down_and_comes_back_is_waited_for(fake_service):
     assert client(service.url, retries=50, backoff=0.05, max_backoff=0.1).post(1) == "here"
 
 
-def test_waiting_is_said_once_until_the_server_has_answered(fake_service, caplog):
-    statuses = iter([503, 503, 200, 200, 503, 200])
+def test_failures_that_may_pass_are_said_once_a_minute(fake_service, caplog, monkeypatch):
+    monkeypatch.setattr("rl2lightning.service._SILENCE", 0.3)
+    statuses = iter([503, 200, 429, 200, 503, 200])
     service = fake_service(lambda payload, headers: (next(statuses), "here"))
     asking = client(service.url, retries=2)
-    for said in (1, 1, 2):
-        assert asking.post(1) == "here"
-        assert [r.message.partition(" (")[0] for r in caplog.records] == [f"{service.url} gives no answer"] * said
-    assert caplog.records[0].message.endswith("trying again, 2 times at most")
+    assert [asking.post(1) for _ in range(2)] == ["here"] * 2
+    assert [r.message for r in caplog.records] == [f'{service.url}: status 503: "here"; trying again, 2 times at most']
+    time.sleep(0.35)
+    assert asking.post(1) == "here"
+    assert len(caplog.records) == 2
 
 
 def test_a_server_that_stays_down_is_an_error_after_all_attempts(fake_service):

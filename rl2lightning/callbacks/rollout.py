@@ -127,10 +127,12 @@ class RolloutCallback(HeldOutSamples):
         from_data = getattr(trainer.datamodule, "apply_chat_template", True)  # type: ignore[attr-defined]
         chat = from_data if self.apply_chat_template is None else self.apply_chat_template
         pl_module.check_turns(self.max_turns)
+        for reward in self.rewards:
+            reward.check(tokenizer)
         if self.environment is not None and self.max_turns < self.environment.min_turns:
             rank_zero_warn(
-                f"{type(self.environment).__name__} does nothing within max_turns={self.max_turns}: set max_turns of "
-                f"RolloutCallback to at least {self.environment.min_turns}"
+                f"{type(self.environment).__name__} is asked for no answer with max_turns={self.max_turns}: set "
+                f"max_turns of RolloutCallback to at least {self.environment.min_turns} if it should be"
             )
         if self.partial is not None and stage == "fit":
             pl_module.check_partial()

@@ -38,7 +38,7 @@ class Environment(ABC):
     waits in a thread, that thread is left behind.
     """
 
-    min_turns: int = 1  # with fewer, a run is warned that `step` has nothing to do
+    min_turns: int = 1  # 2 in a class whose `step` answers: a run that allows fewer is warned that nobody asks it
     timeout: float | None = None  # seconds that `reset` and `step` may take; None: as long as they like
 
     def reset(self, row: Row) -> list[Message] | Awaitable[list[Message]]:

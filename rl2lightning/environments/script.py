@@ -55,6 +55,7 @@ class ScriptEnvironment(Environment):
         self._interact = None
         if "interact" in names:
             self._interact = by_name(names["interact"], given=("messages",), setting=path, may_be_async=True)
+            self.min_turns = 2
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:

@@ -61,21 +61,27 @@ def _words(text: str) -> list[str]:
 
 def read_corpus(path: str | Path) -> list[str]:
     """The documents of a file."""
-    text = Path(path).expanduser().read_text(encoding="utf-8")
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
     if Path(path).suffix != ".jsonl":
         return [paragraph.strip() for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
-    documents = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
-        if not isinstance(row, dict) or ("contents" not in row and "text" not in row):
-            raise ValueError(f"{path}, line {number}: needs 'contents', or 'text' and perhaps 'title'")
-        documents.append(row.get("contents") or "\n".join(filter(None, (row.get("title"), row["text"]))))
-    return documents
+    lines = enumerate(text.split("\n"), start=1)  # not splitlines: other ends of lines may stand in a JSON string
+    return [_document(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _document(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from error
+    if not isinstance(row, dict) or ("contents" not in row and "text" not in row):
+        raise ValueError(f"{where}: needs 'contents', or 'text' and perhaps 'title'")
+    parts = [row["contents"]] if "contents" in row else [row.get("title") or "", row["text"]]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{where}: 'contents', 'title' and 'text' must be strings")
+    return "\n".join(filter(None, parts))
 
 
 def serve(index: BM25, *, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
@@ -124,12 +130,15 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         documents = read_corpus(arguments.corpus)
-        if not documents:
-            raise ValueError(f"{arguments.corpus} holds no documents")
-        index = BM25(documents)
-        server = serve(index, host=arguments.host, port=arguments.port)
-    except (OSError, OverflowError, ValueError) as error:  # no file, no text, a port that is taken or none
+    except (OSError, ValueError) as error:
         parser.error(str(error))
+    if not documents:
+        parser.error(f"{arguments.corpus} holds no documents")
+    index = BM25(documents)
+    try:
+        server = serve(index, host=arguments.host, port=arguments.port)
+    except (OSError, OverflowError) as error:
+        parser.error(f"cannot listen at --host {arguments.host} --port {arguments.port}: {error}")
     print(
         f"{len(index.documents)} documents at http://{arguments.host}:{server.server_address[1]}/retrieve", flush=True
     )

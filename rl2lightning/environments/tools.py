@@ -85,8 +85,8 @@ class ToolEnvironment(Environment):
     `on_tool_error` is `end`; never does it end the run. Counted, as means over trajectories, are `rollout/tool_calls`,
     `rollout/tool_errors` and each cause by itself.
 
-    Set `max_turns` of the callback to at least 2: one turn to call, one to answer. Calls of the last turn are not run;
-    with one turn there is a warning.
+    Set `max_turns` of the callback to at least 2: one turn to call, one to answer. Calls of the last turn are not run,
+    so with one turn none is, of which there is a warning.
 
     Args:
         tools: functions by import path ("tools.py:calculator", "package.module.function"), or `Tool`s; in Python also

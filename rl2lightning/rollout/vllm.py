@@ -85,7 +85,8 @@ class VLLMEngine(RolloutEngine):
             the engine has to keep the frozen weights (`sleep: false` on a GPU).
         options: further arguments of `vllm.LLM`, such as the cache's `block_size`, on GPUs 64 tokens where its kernels
             take that; what is shorter is not shared by the samples of a prompt. Arguments about its statistics and
-            traces change nothing, as tokens are taken from underneath them. What the engine decides itself is refused.
+            traces change nothing, as tokens are taken from underneath them. What the engine decides itself is refused,
+            but for `dtype`, by default the trainer's.
     """
 
     def __init__(

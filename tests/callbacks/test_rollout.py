@@ -361,7 +361,9 @@ def test_tools_without_a_turn_to_answer_in_are_warned_of(make_trainer, grpo, pro
 
     tools = ToolEnvironment([double], describe="none")
     rollouts = RolloutCallback(environment=tools, rewards=[digits])
-    with pytest.warns(UserWarning, match="ToolEnvironment does nothing within max_turns=1: set max_turns of Rollout"):
+    with pytest.warns(
+        UserWarning, match="ToolEnvironment is asked for no answer with max_turns=1: set max_turns of Roll"
+    ):
         make_trainer(rollouts).fit(grpo(), datamodule=prompts())
 
 

@@ -25,6 +25,7 @@ def test_a_file_with_a_reward_is_a_single_turn_environment(script):
     environment = script(REWARD)
     assert environment.step(SAID, ROW) == StepResult(done=True)
     assert environment.tools is None
+    assert environment.min_turns == 1
     (name, reward), *rest = environment.rewards.items()
     assert (name, rest) == ("reward_fn", [])
     assert (reward(SAID, ROW), reward(SAID, {"answer": "5"})) == (1.0, 0.0)
@@ -38,6 +39,7 @@ def test_interact_answers_until_it_returns_nothing(script):
         "TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]\n"
     )
     assert environment.step(SAID, ROW) == StepResult([{"role": "tool", "content": "2"}])
+    assert environment.min_turns == 2
     assert environment.step([*SAID, SAID[-1]], ROW) == StepResult(done=True)
     assert environment.tools == [{"type": "function", "function": {"name": "f"}}]
     assert script(REWARD + "def interact(messages): pass").step(SAID, ROW) == StepResult(done=True)

@@ -114,15 +114,30 @@ def test_the_server_is_a_command(tmp_path):
         ("empty.txt", "\n\n", "empty.txt holds no documents"),
         ("rows.jsonl", '{"text": "a"}\n\n{"title": "b"}', "line 3: needs 'contents', or 'text'"),
         ("rows.jsonl", "text", "line 1 is no JSON"),
+        ("rows.jsonl", '{"text": null}', "line 1: 'contents', 'title' and 'text' must be strings"),
+        ("latin.txt", b"caf\xe9", "latin.txt is no text in UTF-8"),
     ],
 )
 def test_the_command_says_in_a_line_what_is_wrong_with_a_corpus(tmp_path, monkeypatch, capsys, name, content, said):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.setattr(sys, "argv", ["search_server", "--corpus", str(tmp_path / name), "--port", "0"])
     with pytest.raises(SystemExit, match="2"):
         main()
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_command_names_an_address_that_it_cannot_listen_at(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("a")
+    monkeypatch.setattr(sys, "argv", ["search_server", "--corpus", str(tmp_path / "a.txt"), "--port", "70000"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "cannot listen at --host 127.0.0.1 --port 70000" in capsys.readouterr().err
+
+
+def test_a_line_of_a_corpus_ends_where_its_line_does(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"contents": "a\u2028b"}\r\n{"title": "c", "text": "d"}\n{"contents": ""}')
+    assert read_corpus(tmp_path / "a.jsonl") == ["a\u2028b", "c\nd", ""]
 
 
 def test_at_least_one_passage_is_asked_for():

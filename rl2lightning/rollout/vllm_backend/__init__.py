@@ -1,1 +1,1 @@
-"""All that touches vLLM itself; nothing else imports it."""
+"""All that touches vLLM: nothing else imports `vllm`."""

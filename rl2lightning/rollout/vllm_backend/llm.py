@@ -40,21 +40,34 @@ _SET_BY = {  # what of vLLM's arguments is an argument of the engine, and which
     "tensor_parallel_size": "tensor",
     "enable_sleep_mode": "sleep",
     "enable_lora": "lora",
+    "gpu_memory_utilization": "kv_cache_memory_bytes",  # the one would do nothing, the other overrule it
+    "num_gpu_blocks_override": "kv_cache_memory_bytes",
     **{name: name for name in ("kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "enforce_eager")},
 }
-_DECIDED = {  # by the run
-    *("model", "tokenizer", "skip_tokenizer_init", "hf_overrides", "load_format", "generation_config"),
-    *("seed", "logprobs_mode", "distributed_executor_backend", "max_loras", "max_lora_rank"),
+_DECIDED = {
+    # by what is trained
+    *("model", "hf_config_path", "hf_overrides", "model_weights", "model_impl", "model_class_overrides", "load_format"),
+    *("runner", "convert", "tokenizer", "skip_tokenizer_init", "max_loras", "max_lora_rank", "lora_target_modules"),
+    # by how it is sampled
+    *("seed", "generation_config", "override_generation_config", "logprobs_mode"),
+    # by which processes there are
+    *("distributed_executor_backend", "pipeline_parallel_size", "prefill_context_parallel_size"),
+    *("nnodes", "node_rank", "master_addr", "master_port", "device_ids"),
+    # by the pushes of weights, after which caches elsewhere would go on with the old ones
+    *("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"),
 }
 
 
 def check_options(options: dict[str, Any]) -> None:
     """Raises ValueError for an argument of vLLM that is not the user's to give."""
-    for name in options:
+    for name, value in options.items():
+        said = f"engine.init_args.options.{name}={value!r}"
         if name in _SET_BY:
-            raise ValueError(f"engine.init_args.options.{name}: set engine.init_args.{_SET_BY[name]} instead")
-        if name in _DECIDED:
-            raise ValueError(f"engine.init_args.options.{name} is decided by the run; leave it out")
+            raise ValueError(f"{said}: set engine.init_args.{_SET_BY[name]} instead")
+        if name == "seed":
+            raise ValueError(f"{said}: set seed of RolloutCallback, or seed_everything, instead")
+        if name in _DECIDED or name.startswith("data_parallel"):
+            raise ValueError(f"{said} is decided by the run; leave it out")
 
 
 def build(spec: EngineSpec, settings: Settings) -> LLM:
@@ -92,6 +105,8 @@ def build(spec: EngineSpec, settings: Settings) -> LLM:
         # its CPU generators cannot go on in the middle of a prompt, so a prompt is one piece
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
+        if settings.others.get("enable_chunked_prefill"):
+            raise ValueError("engine.init_args.options.enable_chunked_prefill=True works on GPUs alone; leave it out")
     arguments |= settings.others
     with process_kept(), own_random_numbers(device):
         os.environ.update(engine_environment(device))

@@ -28,7 +28,7 @@ def installed(device_type: str) -> str | None:
 
 
 def supported(version: str) -> bool:
-    """Whether this file knows the ways of a version."""
+    """Whether this package knows the ways of a version."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return _OLDEST <= (major, minor) < _BEYOND
 

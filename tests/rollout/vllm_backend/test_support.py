@@ -82,17 +82,3 @@ def test_a_model_that_vllm_has_no_kernel_for_gets_the_embedded_engine_and_is_tol
     assert why.startswith("rollouts by the embedded engine: vLLM on the CPU has kernels for attention heads of 32, 64,")
     assert why.endswith("this model's have 8")
     assert type(default_engine("cpu", large)[0]) is type(default_engine("cuda", small)[0]) is VLLMEngine
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("tensor_parallel_size", r"options\.tensor_parallel_size: set engine\.init_args\.tensor instead"),
-        ("max_model_len", r"options\.max_model_len: set engine\.init_args\.max_model_len instead"),
-        ("seed", r"options\.seed is decided by the run; leave it out"),
-        ("model", r"options\.model is decided by the run"),
-    ],
-)
-def test_an_option_that_the_engine_sets_itself_is_refused(option: str, said: str):
-    with pytest.raises(ValueError, match=said):
-        VLLMEngine(options={"block_size": 32, option: 1})
