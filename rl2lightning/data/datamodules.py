@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -100,14 +101,15 @@ class ChatDataModule(AnswerDataModule):
 class PreferenceDataModule(AnswerDataModule):
     """Pairs of a better and a worse answer: a prompt in `messages`, the answers in `chosen` and `rejected`.
 
-    An answer is a string, the messages that follow the prompt, or the whole conversation; without a prompt column the
-    turns in which two whole conversations agree are the prompt.
+    An answer is a string, the messages that follow the prompt, or the whole conversation; without a prompt column, or
+    with `messages_key: null`, the turns in which two whole conversations agree are the prompt.
 
     The sequences of a `ChatBatch` are chosen, rejected, chosen, rejected …: the two of a pair share a group id,
     `labels` is True for chosen, `margins` is set where any row has one and NaN for the others. Pairs that are alike are
     dropped and counted, too.
 
     Args:
+        messages_key: column of the prompt, messages or a string; None where it is what the two conversations share.
         chosen_key: column of the better answer.
         rejected_key: column of the worse answer.
         margin_key: column of how much better it is, a number; rows may lack it.
@@ -117,12 +119,14 @@ class PreferenceDataModule(AnswerDataModule):
     def __init__(
         self,
         *args: Any,
+        messages_key: str | None = "messages",
         chosen_key: str = "chosen",
         rejected_key: str = "rejected",
         margin_key: str = "margin",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.messages_key = messages_key
         self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
 
     def make_encoder(self) -> PreferenceEncoder:
@@ -137,6 +141,7 @@ class PreferenceDataModule(AnswerDataModule):
 class UnpairedDataModule(AnswerDataModule):
     """Answers that are desirable or not: a prompt in `messages`, one answer in `completion`, true or false in `label`.
 
+    A label may be 1 or 0, too.
     An answer is a string, the messages that follow the prompt, or the whole conversation. A `ChatBatch` has one
     sequence for each, `labels` True for desirable. Pairs need not be taken apart: for KTO, PreferenceDataModule makes
     two such samples of each.
@@ -161,7 +166,7 @@ class UnpairedDataModule(AnswerDataModule):
         first = next(labels)
         if fresh and all(label == first for label in labels):  # mostly the first few rows say so
             raise ValueError(
-                f"{self.label_key!r} is {str(first).lower()} in all {len(self.train_split)} training rows of "
+                f"{self.label_key!r} is {json.dumps(first)} in all {len(self.train_split)} training rows of "
                 f"{self.path!r}, and both kinds are needed; data.label_key names the column"
             )
 

@@ -67,8 +67,7 @@ class PromptEncoder(RowEncoder):
 
     def normalise(self, row: Row) -> Row:
         messages = as_messages(require(row, self.messages_key, "data.messages_key"), key=self.messages_key)
-        if messages[-1]["role"] == "assistant":
-            raise ValueError("the prompt must end with a user, tool or system turn, not with an assistant turn")
+        _refuse_answer(messages, self.messages_key)
         row = {**_without(row, self.messages_key), "messages": messages}
         if self.answer_key is not None:
             answer = require(row, self.answer_key, "data.answer_key (null where there are no answers)")
@@ -123,6 +122,7 @@ class ChatEncoder(RowEncoder):
     def normalise(self, row: Row) -> Row:
         if self.prompt_key is not None and self.response_key is not None:
             prompt = as_messages(require(row, self.prompt_key, "data.prompt_key"), key=self.prompt_key)
+            _refuse_answer(prompt, self.prompt_key, "data.prompt_key")
             response = require(row, self.response_key, "data.response_key")
             messages = prompt + as_messages([{"role": "assistant", "content": response}], key=self.response_key)
             row = _without(row, self.prompt_key, self.response_key)
@@ -177,7 +177,7 @@ class PreferenceEncoder(RowEncoder):
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     apply_chat_template: bool
-    messages_key: str
+    messages_key: str | None
     chosen_key: str
     rejected_key: str
     margin_key: str
@@ -185,8 +185,10 @@ class PreferenceEncoder(RowEncoder):
     def normalise(self, row: Row) -> Row:
         chosen = require(row, self.chosen_key, "data.chosen_key")
         rejected = require(row, self.rejected_key, "data.rejected_key")
-        if row.get(self.messages_key) is not None:
+        if self.messages_key is not None and row.get(self.messages_key) is not None:
             prompt = as_messages(row[self.messages_key], key=self.messages_key)
+            self._refuse_whole(prompt, self.messages_key, chosen, rejected)
+            _refuse_answer(prompt, self.messages_key)
         else:
             prompt = self._shared_prefix(chosen, rejected)
         margin = row.get(self.margin_key)
@@ -200,11 +202,25 @@ class PreferenceEncoder(RowEncoder):
             "margin": None if margin is None else float(margin),
         }
 
+    def _refuse_whole(self, prompt: list[Message], key: str, chosen: Any, rejected: Any) -> None:
+        """Refuses as a prompt one of the two whole conversations, after which nothing of it would be left to train."""
+        if prompt[-1]["role"] != "assistant" or isinstance(chosen, str) or isinstance(rejected, str):
+            return
+        for name, answer in ((self.chosen_key, chosen), (self.rejected_key, rejected)):
+            whole = as_messages(answer, key=name) if answer else []
+            if whole and prompt[: len(whole)] == whole:
+                raise ValueError(
+                    f"column {key!r} already holds the answer of {name!r}; set data.messages_key to null (the prompt "
+                    f"is then what {self.chosen_key!r} and {self.rejected_key!r} share) or to the column of the prompt "
+                    "alone"
+                )
+
     def _shared_prefix(self, chosen: Any, rejected: Any) -> list[Message]:
         """The prompt of two whole conversations: the turns in which they agree."""
         if isinstance(chosen, str) or isinstance(rejected, str):
+            missing = "data.messages_key is null" if self.messages_key is None else f"no {self.messages_key!r}"
             raise ValueError(
-                f"no {self.messages_key!r}, and {self.chosen_key!r} or {self.rejected_key!r} is no whole conversation; "
+                f"{missing}, and {self.chosen_key!r} or {self.rejected_key!r} is no whole conversation; "
                 "set data.messages_key to the column that holds the prompt"
             )
         first, second = as_messages(chosen, key=self.chosen_key), as_messages(rejected, key=self.rejected_key)
@@ -263,15 +279,19 @@ class UnpairedEncoder(RowEncoder):
 
     def normalise(self, row: Row) -> Row:
         prompt = as_messages(require(row, self.messages_key, "data.messages_key"), key=self.messages_key)
+        _refuse_answer(prompt, self.messages_key)
         completion = require(row, self.completion_key, "data.completion_key")
         label = require(row, self.label_key, "data.label_key")
-        if not isinstance(label, bool):
-            raise ValueError(f"{self.label_key!r} must be true (desirable) or false, not {label!r}")
+        if not (isinstance(label, int) and label in (0, 1)):  # a bool is an int
+            raise ValueError(
+                f"{self.label_key!r} must be true (desirable) or false, or 1 or 0, not {label!r}; write it so, or set "
+                "data.label_key to the column that says which"
+            )
         return {
             **_without(row, self.messages_key, self.completion_key, self.label_key),
             "messages": prompt,
             "completion": _continuation(completion, prompt, self.completion_key),
-            "label": label,
+            "label": bool(label),
         }
 
     def __call__(self, rows: Sequence[PlacedRow]) -> ChatBatch:
@@ -318,6 +338,15 @@ def encode_continuation(
     return encoded[0]
 
 
+def _refuse_answer(prompt: list[Message], key: str, setting: str = "data.messages_key") -> None:
+    """Refuses a prompt whose assistant turn is over: what is learned or sampled would be a second one after it."""
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"the prompt must end with a user, tool or system turn, not with an assistant turn as column {key!r} does; "
+            f"leave that turn out, or set {setting} to the column of the prompt alone"
+        )
+
+
 def _continuation(value: Any, prompt: list[Message], key: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
@@ -336,5 +365,5 @@ def _is_empty(continuation: list[Message]) -> bool:
     return not any(message["content"].strip() or message.get("tool_calls") for message in turns)
 
 
-def _without(row: Row, *keys: str) -> Row:
+def _without(row: Row, *keys: str | None) -> Row:
     return {key: value for key, value in row.items() if key not in keys}

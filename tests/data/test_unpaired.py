@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from rl2lightning.data import PreferenceDataModule, UnpairedDataModule
 from rl2lightning.data.chat import encode_chat
@@ -46,6 +47,16 @@ def test_a_batch_holds_each_answer_with_its_label(tmp_path, make_trainer, chatml
     assert batch.num_dropped == 0
 
 
+def test_ones_and_zeros_are_labels_and_what_a_batch_calls_them_is_true_and_false(tmp_path, make_trainer):
+    rows = [row(prompt, "b", label) for prompt, label in (("a", 1), ("b", 0), ("c", 0))]
+    module = set_up(UnpairedDataModule(write_rows(tmp_path, rows), val_ratio=0, batch_size=3), make_trainer())
+    (batch,) = module.train_dataloader()
+    assert batch.sequences.labels.dtype == torch.bool
+    assert {r["messages"][0]["content"]: r["label"] for r in batch.rows} == {"a": True, "b": False, "c": False}
+    assert all(isinstance(r["label"], bool) for r in batch.rows)
+    assert [r["label"] for r in batch.rows] == batch.sequences.labels.tolist()
+
+
 def test_empty_and_cut_off_answers_are_dropped_and_counted(tmp_path, make_trainer, chatml):
     long = "x" * 40
     rows = [row("a", "b", True), row("a", " ", False), row("a", "", True), row(long, "b", False), row("a", long, False)]
@@ -64,8 +75,18 @@ def test_empty_and_cut_off_answers_are_dropped_and_counted(tmp_path, make_traine
     [
         ({"messages": "a", "completion": "b"}, r"row 1 of .*: no 'label' .* set data\.label_key"),
         (row("a", "b", None), r"row 1 of .*: 'label' is null"),
-        (row("a", "b", 1), "row 1 of .*: 'label' must be true .desirable. or false, not 1"),
-        (row("a", "b", "true"), "row 1 of .*: 'label' must be true .desirable. or false, not 'true'"),
+        (row("a", "b", 2), "row 1 of .*: 'label' must be true .desirable. or false, or 1 or 0, not 2; write it so, or"),
+        (row("a", "b", -1), "row 1 of .*: 'label' must be true .desirable. or false, or 1 or 0, not -1"),
+        (row("a", "b", 1.0), "row 1 of .*: 'label' must be true .desirable. or false, or 1 or 0, not 1.0"),
+        (row("a", "b", "true"), "row 1 of .*: 'label' must be .* not 'true'; .* set data.label_key to the column"),
+        (
+            row(conversation("a", "b"), "c", True),
+            "row 1 of .*: the prompt must end with a user, tool .* as column 'messages' does; .* data.messages_key",
+        ),
+        (
+            row(conversation("a", "b"), conversation("a", "b"), True),
+            "row 1 of .*: the prompt must end with a user, tool",
+        ),
         (row("a", None, True), r"row 1 of .*: 'completion' is null .* set data\.completion_key"),
         ({"completion": "b", "label": True}, r"row 1 of .*: no 'messages'"),
         (row("a", [{"role": "user", "content": "b"}], True), "'completion' must end with an assistant turn"),
@@ -78,10 +99,10 @@ def test_a_row_without_what_is_needed_is_named(tmp_path, make_trainer, bad, mess
         set_up(UnpairedDataModule(str(path), val_ratio=0), make_trainer())
 
 
-@pytest.mark.parametrize("label", [True, False])
-def test_answers_of_one_kind_are_refused(tmp_path, make_trainer, label):
+@pytest.mark.parametrize(("label", "name"), [(True, "true"), (False, "false"), (0, "0")])
+def test_answers_of_one_kind_are_refused(tmp_path, make_trainer, label, name):
     rows = [row("a", str(i), label) for i in range(3)]
-    with pytest.raises(ValueError, match=f"'label' is {str(label).lower()} in all 3 training rows of .* both kinds"):
+    with pytest.raises(ValueError, match=f"'label' is {name} in all 3 training rows of .* both kinds"):
         set_up(UnpairedDataModule(write_rows(tmp_path, rows), val_ratio=0), make_trainer())
 
 
