@@ -62,6 +62,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         self.val_batch_size = val_batch_size
         self.position = Position()
         self.encoder: RowEncoder | None = None  # set up once, for all stages
+        self._training_rows: dict[str, Any] = {}  # what a checkpoint says of them
         for name, size in ((self.batch_setting, self.global_batch_size), ("val_batch_size", val_batch_size)):
             if size is not None and size < 1:
                 raise ValueError(f"data.{name}={size} must be at least 1")
@@ -103,6 +104,10 @@ class RowDataModule(L.LightningDataModule, ABC):
             raise ValueError(f"none of the {len(rows)} rows of {self.path!r} is left to train on")
         encoder([(0, rows[0], rows.where(0))])  # a chat template that fails does so here
         self.order = RowOrder(self.train_split, self.seed)
+        self._training_rows = {
+            "rows_per_pass": self.order.rows_per_pass,
+            "fingerprint": self.train_split.fingerprint(),
+        }
         self.encoder = encoder
 
     @abstractmethod
@@ -138,6 +143,7 @@ class RowDataModule(L.LightningDataModule, ABC):
             "prompt": self.position.prompt,
             "seed": self.seed,
             self.batch_setting: self.global_batch_size,
+            **self._training_rows,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,10 +154,27 @@ class RowDataModule(L.LightningDataModule, ABC):
                 f"data.{self.batch_setting}={self.global_batch_size} was {saved} in the checkpoint: "
                 "some rows of this pass are seen twice or not at all"
             )
+        if goes_on:
+            self._warn_of_other_rows(state_dict)
         self.position.step, self.position.prompt = state_dict["step"], state_dict["prompt"]
         self.seed = state_dict["seed"]  # a run keeps its order, whatever seed it is resumed with
         if self.encoder is not None:
             self.order.reseed(self.seed)
+
+    def _warn_of_other_rows(self, state_dict: dict[str, Any]) -> None:
+        """Compares with what the checkpoint says of its training rows; older ones say nothing."""
+        now = self._training_rows
+        saved = {key: state_dict.get(key, value) for key, value in now.items()}
+        if saved == now:
+            return
+        others = "other training rows than the checkpoint"
+        count, saved_count = now["rows_per_pass"], saved["rows_per_pass"]
+        if count != saved_count:
+            others = f"{count} training rows in a pass, where the checkpoint had {saved_count}"
+        rank_zero_warn(
+            f"data.path={self.path!r} gives {others}: the run goes on at the same step among them, "
+            "so that rows are seen twice or not at all in this pass"
+        )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(batch, (PromptBatch, ChatBatch)):

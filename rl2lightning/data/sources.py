@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,7 @@ from rl2lightning.types import Row
 from rl2lightning.usercode import load_file
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_NUM_SHOWN = 16  # rows that a fingerprint is of
 _HUB_NAME = re.compile(
     r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?"
 )  # owner/name, then the configuration of data sets that have several
@@ -96,6 +99,15 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def fingerprint(self) -> str:
+        """Tells other rows from these by a few of them, the first and the last among them."""
+        last = len(self) - 1
+        shown = sorted({last * i // (_NUM_SHOWN - 1) for i in range(_NUM_SHOWN)}) if len(self) else []
+        rows = [self.rows[self.indices[i]] for i in shown]
+        # of what is no JSON (images, say) the type: its text may name where it is in memory
+        text = json.dumps(rows, default=lambda value: type(value).__name__, skipkeys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def split_rows(num_rows: int, ratio: float, seed: int) -> tuple[list[int], list[int]]:

@@ -95,6 +95,14 @@ def test_a_fit_resumed_at_any_step_sees_the_data_the_uninterrupted_one_saw(tmp_p
         assert trainer.global_step == 8
 
 
+def test_a_fit_that_goes_on_with_fewer_rows_says_so(tmp_path, tokenizer_path):
+    fit(make_chats(tmp_path), Recorder(tokenizer_path), tmp_path / "whole", max_epochs=1)
+    (tmp_path / "chats.py").write_text(CHATS.replace("range(10)", "range(5)"))
+    data = ChatDataModule(str(tmp_path / "chats.py"), batch_size=2, val_ratio=0.2)
+    with pytest.warns(UserWarning, match="data.path=.* gives 4 training rows in a pass, where the checkpoint had 8"):
+        fit(data, Recorder(tokenizer_path), tmp_path / "resumed", ckpt_path=tmp_path / "whole" / "step=1.ckpt")
+
+
 def test_epochs_cut_short_do_not_repeat_rows(tmp_path, tokenizer_path):
     model = Recorder(tokenizer_path)
     fit(make_chats(tmp_path), model, tmp_path / "checkpoints", limit_train_batches=2, limit_val_batches=0)
@@ -125,5 +133,10 @@ def test_the_constructor_is_the_schema_of_the_command_line():
     data = parser.instantiate(config).data
     assert data.path == [Source("a.jsonl", 0.5), "test@b.jsonl"]
     assert (data.train_on, data.val_ratio, data.batch_size) == ("last", 0.1, 32)
+    pairs = ["--data=rl2lightning.data.PreferenceDataModule", "--data.path=a.jsonl"]
+    for given, key in (("messages", "messages"), ("prompt", "prompt"), ("null", None)):
+        config = parser.parse_args([*pairs, f"--data.messages_key={given}"])
+        assert parser.instantiate(config).data.messages_key == key
+    assert parser.instantiate(parser.parse_args(pairs)).data.messages_key == "messages"
     config = parser.parse_args(["--data=rl2lightning.data.PromptDataModule", "--data.path=a.jsonl"])
     assert parser.instantiate(config).data.path == "a.jsonl"

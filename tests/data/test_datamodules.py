@@ -1,4 +1,5 @@
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,10 @@ def test_prompts_and_responses_are_conversations_of_two_turns(tmp_path, make_tra
     (batch,) = set_up(module, make_trainer()).train_dataloader()
     assert chatml.decode(sequences(batch)[0]) == "ab<|im_end|>"
     assert batch.rows == [{"messages": [{"role": "user", "content": "a"}]}]
+    path = write_rows(tmp_path, [{"question": chat_row("a", "b")["messages"], "reply": "c"}], "answered.jsonl")
+    module = ChatDataModule(path, prompt_key="question", response_key="reply", val_ratio=0)
+    with pytest.raises(ValueError, match="with an assistant turn as column 'question' does; .* set data.prompt_key"):
+        set_up(module, make_trainer())
 
 
 def all_sequences(module, num_epochs=1):
@@ -204,7 +209,8 @@ def test_a_new_fit_begins_at_the_first_row_and_a_changed_batch_size_warns(tmp_pa
     module = set_up(ChatDataModule(write_rows(tmp_path, CHAT_ROWS), batch_size=2), make_trainer())
     first = all_sequences(module)
     state = module.state_dict()
-    assert state == {"step": 4, "prompt": 0, "seed": 0, "batch_size": 2}
+    rows = {"rows_per_pass": 9, "fingerprint": module.train_split.fingerprint()}
+    assert state == {"step": 4, "prompt": 0, "seed": 0, "batch_size": 2, **rows}
     module.setup("validate")
     assert module.position.step == 4
     module.setup("fit")
@@ -213,6 +219,39 @@ def test_a_new_fit_begins_at_the_first_row_and_a_changed_batch_size_warns(tmp_pa
     with pytest.warns(UserWarning, match=r"data.batch_size=3 was 2 in the checkpoint"):
         other.load_state_dict(state)
     set_up(ChatDataModule(module.path, batch_size=3), make_trainer(validating=True)).load_state_dict(state)
+
+
+def test_going_on_with_other_rows_is_warned_of_and_with_the_same_ones_is_not(tmp_path, make_trainer):
+    def make(rows, name, *, weight=1.0, **stage):
+        source = Source(write_rows(tmp_path, rows, name), weight)
+        return set_up(PromptDataModule([source], prompts_per_rollout=2, val_ratio=0), make_trainer(**stage))
+
+    state = json.loads(json.dumps(make(PROMPT_ROWS, "first.jsonl").state_dict()))
+    old = {key: value for key, value in state.items() if key not in ("rows_per_pass", "fingerprint")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(PROMPT_ROWS, "elsewhere.jsonl").load_state_dict(state)
+        make(PROMPT_ROWS[:8], "fewer.jsonl", validating=True).load_state_dict(state)
+        make(PROMPT_ROWS[:8], "fewer.jsonl").load_state_dict(old)  # a checkpoint that says nothing of its rows
+    fewer = r"^data.path=.*fewer.jsonl.* gives 8 training rows in a pass, where the checkpoint had 10: the run goes on"
+    with pytest.warns(UserWarning, match=fewer):
+        make(PROMPT_ROWS[:8], "fewer.jsonl").load_state_dict(state)
+    with pytest.warns(UserWarning, match="gives 20 training rows in a pass, where the checkpoint had 10"):
+        make(PROMPT_ROWS, "twice.jsonl", weight=2).load_state_dict(state)
+    for rows in (PROMPT_ROWS[::-1], [*PROMPT_ROWS[:5], {**PROMPT_ROWS[5], "answer": "other"}, *PROMPT_ROWS[6:]]):
+        module = make(rows, f"{rows[0]['answer']}.jsonl")
+        with pytest.warns(UserWarning, match="^data.path=.* gives other training rows than the checkpoint: the run"):
+            module.load_state_dict({**state, "step": 3})
+        assert module.position.step == 3  # and it does go on
+
+
+def test_a_fingerprint_is_the_same_for_rows_that_are_no_json(tmp_path, make_trainer):
+    (tmp_path / "rows.py").write_text(
+        "class Image: pass\ndef train():\n    return [{'messages': 'a', 'answer': Image(), (1, 2): 3}] * 40\n"
+    )
+    path = str(tmp_path / "rows.py")
+    one, other = (set_up(PromptDataModule(path, val_ratio=0), make_trainer()).state_dict() for _ in range(2))
+    assert one == other
 
 
 def test_prompts_that_are_too_long_are_left_out_with_one_warning(tmp_path, make_trainer, chatml):
@@ -278,10 +317,13 @@ def test_the_ways_to_write_a_preference_agree(tmp_path, make_trainer):
         {"messages": [user], "chosen": [user, good], "rejected": [user, bad]},
         {"chosen": [user, good], "rejected": [user, bad]},
     ]
+    whole = {"prompt": "a", "messages": [user, good], "chosen": [user, good], "rejected": [user, bad]}
+    named = [(way, "messages") for way in ways] + [(whole, None), (whole, "prompt")]
     found = []
-    for i, way in enumerate(ways):
+    for i, (way, key) in enumerate(named):
         path = write_rows(tmp_path, [way], f"{i}.jsonl")
-        module = set_up(PreferenceDataModule(path, batch_size=1, val_ratio=0), make_trainer())
+        module = PreferenceDataModule(path, batch_size=1, val_ratio=0, messages_key=key)
+        set_up(module, make_trainer())
         (batch,) = module.train_dataloader()
         found.append((sequences(batch), batch.sequences.action_mask.tolist(), batch.rows[0]["messages"]))
         assert batch.sequences.margins is None
@@ -295,6 +337,12 @@ def test_a_continuation_of_several_turns_trains_all_its_answers_and_only_those(t
     (batch,) = set_up(PreferenceDataModule(path, batch_size=1, val_ratio=0), make_trainer()).train_dataloader()
     trained = batch.sequences.input_ids[batch.sequences.action_mask].tolist()
     assert chatml.decode(trained) == "d<|im_end|>f<|im_end|>g<|im_end|>"
+
+
+def whole_row(*replies, messages):
+    """Two whole conversations, and `messages` that holds more than what they share."""
+    chosen, rejected = (chat_row("a", reply)["messages"] for reply in replies)
+    return {"prompt": "a", "messages": messages, "chosen": chosen, "rejected": rejected}
 
 
 BAD_ROWS = [
@@ -311,6 +359,29 @@ BAD_ROWS = [
     ),
     (PromptDataModule, [{"messages": "a"}], "row 0 of .*: no 'answer' .* data.answer_key .null where there are no"),
     (PromptDataModule, [chat_row("a", "b", answer="b")], "row 0 of .*: the prompt must end with a user, tool"),
+    (PreferenceDataModule, [{**chat_row("a", "b"), "chosen": [], "rejected": "d"}], "row 0 of .*: the prompt must end"),
+    (
+        PreferenceDataModule,
+        [{**chat_row("a", "b"), "chosen": "c", "rejected": "d"}],
+        "row 0 of .*: the prompt must end with a user, tool or system turn, not with an assistant turn as column "
+        "'messages' does; leave that turn out, or set data.messages_key to the column of the prompt alone",
+    ),
+    (
+        PreferenceDataModule,
+        [PREFERENCES[0], whole_row("good", "bad", messages=chat_row("a", "good")["messages"])],
+        "row 1 of .*: column 'messages' already holds the answer of 'chosen'; set data.messages_key to null .the "
+        "prompt is then what 'chosen' and 'rejected' share. or to the column of the prompt alone",
+    ),
+    (
+        PreferenceDataModule,
+        [whole_row("good", "bad", messages=chat_row("a", "bad")["messages"] + chat_row("b", "c")["messages"])],
+        "row 0 of .*: column 'messages' already holds the answer of 'rejected'",
+    ),
+    (
+        PreferenceDataModule,
+        [whole_row("good", "bad", messages=chat_row("a", "else")["messages"])],
+        "row 0 of .*: the prompt must end with a user, tool",
+    ),
     (PreferenceDataModule, [{"messages": "a", "chosen": "b"}], "row 0 of .*: no 'rejected'"),
     (PreferenceDataModule, [{"messages": "a", "chosen": None, "rejected": "c"}], "row 0 of .*: 'chosen' is null or"),
     (PreferenceDataModule, [{"messages": "a", "chosen": 3, "rejected": "c"}], "row 0 of .*: 'chosen' must be a list"),
