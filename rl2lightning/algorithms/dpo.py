@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from rl2lightning.algorithms.pairs import check_pairs, on_both_halves, pair_units, split_pairs
@@ -32,7 +33,7 @@ class DPO(PreferenceModule):
         preference_loss: turns the log-probs of the answers, and the reference's, into the loss of each pair.
         reference: precomputed: score all rows once before training, keep the numbers on disk, and no second model in
             memory. live: keep the frozen model and score each step; for a short try on much data. A loss without
-            reference has neither, and live is refused there.
+            reference has neither, whatever this says.
         reference_cache: directory of the precomputed numbers, which runs may share; None: `reference_logps` in
             trainer.default_root_dir. It has to be None where nothing is precomputed.
         **kwargs: see `PostTrainingModule`.
@@ -48,10 +49,7 @@ class DPO(PreferenceModule):
     ) -> None:
         super().__init__(*args, **kwargs)
         if reference == "live" and not preference_loss.needs_reference:  # the default says nothing of what is wanted
-            raise ValueError(
-                f"reference='live' would keep no model, since {type(preference_loss).__name__} has no reference: leave "
-                "it out, or set it to precomputed, which scores nothing then"
-            )
+            rank_zero_info(f"{type(preference_loss).__name__} has no reference: reference 'live' is not used")
         self.preference_loss = preference_loss
         self.precomputes = preference_loss.needs_reference and reference == "precomputed"
         if reference_cache is not None and not self.precomputes:

@@ -170,9 +170,10 @@ def test_the_frozen_model_under_adapters_is_the_reference(tiny_model: str, tmp_p
 def test_losses_without_reference_load_none(tiny_model: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # where log-probs would be kept
     for loss in (SimPO(), ORPO()):
-        module = DPO(tiny_model, preference_loss=loss)
-        cases.fit(module, cases.labelled([8, 6]), cases.ChatBatch)
-        assert module.reference is None
+        for kind in ("live", "precomputed"):
+            module = DPO(tiny_model, preference_loss=loss, reference=kind)  # type: ignore[arg-type]
+            cases.fit(module, cases.labelled([8, 6]), cases.ChatBatch)
+            assert module.reference is None
     assert not list(tmp_path.iterdir())
 
 

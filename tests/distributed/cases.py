@@ -218,8 +218,7 @@ RPO = Sigmoid(beta=0.3, label_smoothing=0.1, nll_coef=0.5)
 
 
 def dpo(model: str, max_tokens: int, loss: PreferenceLoss = RPO, **settings) -> dict:
-    reference = {"reference": "live"} if loss.needs_reference else {}
-    return preference(OtherDPO, model, max_tokens, preference_loss=loss, **(reference | settings))
+    return preference(OtherDPO, model, max_tokens, preference_loss=loss, **{"reference": "live", **settings})
 
 
 def dpo_precomputed(model: str) -> dict:
