@@ -51,11 +51,12 @@ def held_out_near_misses():
 
 
 def _with_near_misses(rows, rng):
-    """Two wrong answers in five are one or two off, as those of a model are that nearly adds, and one lacks a digit.
+    """Three wrong answers in five are those of a model that nearly adds, and one lacks a digit.
 
-    What a reward model has not been told of, a policy finds: of answers that stop early it would think well.
+    What a reward model has not been told of, a policy finds: of answers that stop early, or forget a carry, it would
+    think well.
     """
-    kinds = [_close, _close, _short, _wrong, _wrong]
+    kinds = [_close, _close, _carried, _short, _wrong]
     return [{**row, "chosen": row["answer"], "rejected": rng.choice(kinds)(row["answer"], rng)} for row in rows]
 
 
@@ -79,8 +80,17 @@ def _wrong(answer, rng):
 
 def _close(answer, rng):
     """A number that is one or two more or less."""
+    return _off(answer, (-2, -1, 1, 2), rng)
+
+
+def _carried(answer, rng):
+    """A number that is about ten more or less, as where a carry is forgotten, or made up."""
+    return _off(answer, (-11, -10, -9, 9, 10, 11), rng)
+
+
+def _off(answer, offsets, rng):
     right = int(answer)
-    return str(rng.choice([x for x in range(right - 2, right + 3) if x >= 0 and x != right]))
+    return str(rng.choice([right + off for off in offsets if right + off >= 0]))
 
 
 def _short(answer, rng):
