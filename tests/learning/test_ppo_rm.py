@@ -23,4 +23,4 @@ def test_a_policy_learns_to_add_from_a_reward_model_that_learned_from_pairs(fit,
     print("measured ppo_rm", pairs["val/accuracy"], accuracies, rewards[0], rewards[-1])
     assert logged["rollout/reward"] == rewards  # how often the answer is right counts for nothing
     assert accuracies[0] == 0.5
-    assert accuracies[-1] >= 0.85  # 0.958 when it was measured last
+    assert accuracies[-1] >= 0.85  # 0.958 and 0.930 when it was measured last
